@@ -1,7 +1,7 @@
 """Compiles extension_cpp/csrc into one shared library with ninja.
 
-C sources go through the C compiler once per instruction set, `.cu` through nvcc without any torch header, `.cpp` shims
-through the C++ compiler against PyTorch's stable ABI. Ninja tracks the headers of all three.
+C sources are compiled by the C compiler once per instruction set, `.cu` files by nvcc without any torch header, and
+`.cpp` shims by the C++ compiler against PyTorch's stable ABI. Ninja tracks the headers of all of them.
 
 Environment variables:
   USE_CUDA              0: CPU only; 1: CUDA is required; unset: CUDA if nvcc is found
@@ -40,56 +40,56 @@ TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
 
 # Level names are those of the x86-64 psABI; common/cpu/level.h says how one is picked at run time.
 X86_LEVELS = {
-    # For processors older than 2013: a shorter build is worth more than their speed (common/cpu/block.h).
+    # For processors older than 2013. A shorter build matters more than their speed (common/cpu/block.h).
     "baseline": ["-DCPU_SMALL"],
     "v3": ["-mavx2", "-mfma", "-mf16c"],
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
-# Contraction stays off so that every instruction set with FMA gives the same bits; without
-# -fno-tree-loop-distribute-patterns gcc turns lane loops into memcpy and sends every lane array through the stack, and
-# without -fno-tree-pre it turns selections between a constant and a result into branches, which do not vectorise.
+# Contraction is off so that every instruction set with FMA gives the same bits. Without
+# -fno-tree-loop-distribute-patterns gcc turns lane loops into memcpy and puts every lane array onto the stack. Without
+# -fno-tree-pre it turns selections between a constant and a result into branches, which do not vectorise.
 C_FLAGS = ["-std=c17", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
-# Beyond -O2, for kernels. What else gcc's -O3 has makes copies of loops and functions, which take the compiler long.
+# Options beyond -O2 for kernels. gcc's -O3 also copies loops and functions, which takes long to compile.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
-# For shims, which check arguments and call a kernel, and for kernels at a level that has CPU_SMALL: it takes the
-# compiler two thirds of -O2's time.
+# For shims, which check arguments, and for kernels at a level with CPU_SMALL. It takes two thirds of -O2's compile
+# time.
 LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
-# These take away parts of the headers that no .cu uses and that the compilers would parse three times for each .cu:
-# C++17's special functions (the macro is the guard of their header in libstdc++), and the conversions of half types,
-# which to_acc and from_acc replace. Without them the headers take half the time. PyTorch's own flags for extensions
-# take the conversions away, too. nvcc's -Ofast-compile is not used: its mildest level saves a seventh of the compilers'
-# time, and kernels take up to 2.5 times as long.
+# These macros remove parts of the headers that no .cu uses and that the compilers would parse three times for each .cu.
+# They are C++17's special functions (the macro is the guard of their header in libstdc++), and the conversions of half
+# types, which to_acc and from_acc replace and PyTorch's own flags for extensions remove, too. The headers then take
+# half the time. nvcc's -Ofast-compile is not used: its mildest level saves a seventh of the compile time, but makes
+# kernels up to 2.5 times slower.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
-# Sources are compiled several as one file, up to this many bytes. Each alone takes the compilers longer: a .cu 2 s for
-# CUDA's headers, a shim half a second for PyTorch's templates. A folder with more code has its files compiled alone.
+# Several sources are compiled as one file, up to this many bytes. Compiled alone, a .cu takes 2 s more for CUDA's
+# headers, and a shim half a second more for PyTorch's templates. A larger folder's files are compiled alone.
 TOGETHER = 45_000
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
-# late, nothing writable that need not be (full RELRO), and a stack that cannot be executed. The guard is for code that
-# sees what users pass. The C kernels go without: their arrays are lanes of constant size, which the sanitizers check,
-# and each of their functions has some, so that every kernel would carry the guard.
+# late, no writable memory without need (full RELRO), and a stack that cannot be executed. The guard protects the shims,
+# which get the users' arguments. The C kernels have no guard: their arrays are lanes of constant size, which the
+# sanitizers check, and every kernel would have to carry it.
 GUARD_FLAGS = ["-fstack-protector-strong"]
 HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
-# What every shim and every kernel begins with. Each is compiled once, before the others: PyTorch's headers take most of
-# a shim's time, and those of the instructions half a second of each kernel's.
+# The header with which every shim or every kernel begins. Each is compiled once, before the sources: PyTorch's headers
+# take most of a shim's time, and those of the instructions take half a second of each kernel's.
 SHIMS_HEADER = '#include "common/shim/op.h"\n'
 KERNELS_HEADER = '#include "common/cpu/block.h"\n'
-# The library exports the functions that Python calls, and nothing else. -fvisibility alone would leave instantiated
-# templates of the C++ standard library visible.
+# The library exports only the functions that Python calls. -fvisibility alone would leave instantiated templates of the
+# C++ standard library visible.
 EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
 # The newest versions of gcc's C++ library in manylinux_2_N, and N, as in auditwheel's policy.
 CXX_OF_MANYLINUX = {
     "GLIBCXX_3.4.": {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39},
     "CXXABI_1.3.": {7: 17, 10: 24, 11: 27, 12: 31, 13: 34, 15: 39},
 }
-# A flag of glibc 2.32 that gcc's C++ library reads. 0 is always right: there may be other threads.
+# gcc's C++ library reads this flag of glibc 2.32. The value 0 is always right: there may be other threads.
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
-# The times of extension_cpp on two cores that do nothing else.
+# The compile times of extension_cpp on two cores that do nothing else.
 TIMES = "All of them take about a minute on 2 cores, and another for each GPU architecture."
 
 ARCHITECTURE_NAMES = {
@@ -103,14 +103,14 @@ ARCHITECTURE_NAMES = {
 
 
 class BuildError(SystemExit):
-    """Ends the build with one sentence in place of a traceback."""
+    """Ends the build with one sentence instead of a traceback."""
 
     def __init__(self, message: str):
         super().__init__(f"error: {message}")
 
 
 def switch(variable: str) -> str:
-    """An environment variable that is 0 or 1; empty if it is not set."""
+    """Returns an environment variable that is 0 or 1, or "" if it is not set."""
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise BuildError(f"{variable} must be 0 or 1, got '{value}'.")
@@ -118,7 +118,7 @@ def switch(variable: str) -> str:
 
 
 def command_in(variable: str) -> list[str]:
-    """The words of the command in an environment variable; none if it is not set."""
+    """Returns the words of the command in an environment variable, or no words if it is not set."""
     text = os.environ.get(variable, "")
     try:
         return shlex.split(text)
@@ -127,7 +127,7 @@ def command_in(variable: str) -> list[str]:
 
 
 def compiler(variable: str, default: str, package: str) -> list[str]:
-    """The command in an environment variable, or the default; an error if it is not on this machine."""
+    """Returns the command in an environment variable, or the default. Raises BuildError if it is missing."""
     command = command_in(variable) or [default]
     if shutil.which(command[0]) is None:
         raise BuildError(
@@ -143,17 +143,17 @@ def is_clang(cc: list[str]) -> bool:
 
 
 def c_flags(cc: list[str]) -> list[str]:
-    """C_FLAGS, and those that only gcc knows."""
+    """Returns C_FLAGS, with those that only gcc knows if the compiler is gcc."""
     return C_FLAGS if is_clang(cc) else C_FLAGS + GCC_FLAGS
 
 
 def c_optimise(cc: list[str]) -> list[str]:
-    """What kernels have beyond -O2, but at a level that has CPU_SMALL."""
+    """Returns the options of kernels beyond -O2, except at a level with CPU_SMALL."""
     return ["-O3"] if is_clang(cc) else GCC_OPTIMISE
 
 
 def level_flags(cc: list[str], debug: bool) -> dict[str, list[str]]:
-    """The flags of the kernels at each instruction set."""
+    """Returns the flags of the kernels at each instruction set."""
     if debug:
         return {"baseline": []}
     levels = X86_LEVELS if machine() == "x86_64" else {"baseline": []}
@@ -162,7 +162,7 @@ def level_flags(cc: list[str], debug: bool) -> dict[str, list[str]]:
 
 
 def torch_folder() -> Path:
-    """Where torch is installed, found without the seconds that importing it takes."""
+    """Returns the folder of torch, without the import of torch, which takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError(f"{sys.executable} has no torch; install torch >= 2.10 there.")
@@ -173,7 +173,7 @@ def torch_folder() -> Path:
 
 
 def find_nvcc() -> list[str] | None:
-    """nvcc's command, or None for a build without CUDA. What a variable names is taken, or is an error."""
+    """Returns nvcc's command, or None for a build without CUDA. A compiler that a variable names must exist."""
     use_cuda = switch("USE_CUDA")
     if use_cuda == "0":
         return None
@@ -203,13 +203,13 @@ def asked_architectures() -> str:
 
 
 def is_for_no_gpu() -> bool:
-    """Whether the build is for the GPUs of this machine, which has none."""
+    """Returns whether the build is for the GPUs of this machine, but the machine has none."""
     return asked_architectures() == "native" and os.environ.get("USE_CUDA") != "1" and not native_architectures()
 
 
 @functools.cache
 def native_architectures() -> str:
-    """The compute capabilities of this machine's GPUs, such as "8.6;9.0"."""
+    """Returns the compute capabilities of this machine's GPUs, such as "8.6;9.0"."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
@@ -220,7 +220,7 @@ def native_architectures() -> str:
 
 
 def architectures(nvcc: list[str]) -> list[str]:
-    """The architectures to build, such as ['8.0', '9.0+PTX']."""
+    """Returns the architectures to build, such as ['8.0', '9.0+PTX']."""
     listed = subprocess.run([*nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
     known = sorted({(int(major), int(minor)) for major, minor in re.findall(r"compute_(\d+)(\d)\b", listed)})
     if not known:
@@ -270,24 +270,24 @@ def cuda_version(nvcc: list[str]) -> str:
 
 
 def quote(*flags: list[str]) -> str:
-    """Flags as a ninja file holds them."""
+    """Quotes flags for a ninja file."""
     return shlex.join(itertools.chain(*flags)).replace("$", "$$")
 
 
 def escape(path: Path) -> str:
-    """A path as the build lines of a ninja file hold it; ninja_syntax leaves a $ as it is."""
+    """Escapes a path for the build lines of a ninja file. ninja_syntax does not escape a $."""
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
-    """nvcc with its flags, and what the link needs of its toolkit."""
+    """Returns nvcc with its flags, and the options of its toolkit for the link."""
     if is_cross():
         raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
-    # nvcc wants the compiler itself, not the cache in front of it.
+    # nvcc needs the compiler itself, not the cache in front of it.
     host = next(word for word in cxx if Path(word).name not in ("ccache", "sccache"))
     command = [*nvcc, *NVCC_FLAGS, "-ccbin", shutil.which(host) or host]
     command += ["-Xcompiler", ",".join(COMMON_FLAGS + GUARD_FLAGS)]
-    # The level is for the host's code, which only launches kernels; theirs is always -O3.
+    # This level is for host code, which only launches kernels. Device code is always compiled with -O3.
     command += ["-O0", "-g", "-lineinfo"] if debug else ["-O1"]
     if tuple(int(part) for part in cuda_version(nvcc).split(".")) >= (12, 8):
         # Compresses the machine code as well as the PTX. `balance` takes a second and makes 8.5 MB of 51 MB; `size`
@@ -302,7 +302,7 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
 
 
 def machine() -> str:
-    """The processor that the C compiler makes code for, such as x86_64 or aarch64, by the kernel's name."""
+    """Returns the processor that the C compiler targets, such as x86_64 or aarch64, by the Linux kernel's name."""
     command = [*compiler("CC", "cc", "gcc"), "-dumpmachine"]
     answer = subprocess.run(command, capture_output=True, text=True)
     name, is_named, _ = answer.stdout.partition("-")
@@ -316,18 +316,18 @@ def is_cross() -> bool:
 
 
 def library_linker(cxx: list[str], torch: Path) -> tuple[list[str], list[str]]:
-    """The command that links, and its options for a library without GPU code."""
+    """Returns the command that links, and its options for a library without GPU code."""
     command, stdcxx = linker(cxx)
     options = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
     if is_cross():
-        options += ["-L."]  # empty libraries of the names that the library asks for
-    else:  # with -z defs undefined symbols are errors of the link, not of the first import
+        options += ["-L."]  # contains empty libraries with the names of torch's
+    else:  # -z defs makes undefined symbols errors of the link, not of the first import
         options += ["-Wl,-z,defs", f"-L{torch}/lib"]
     return command, [*options, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
 
 
 def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
-    """The command that links, and its arguments for the C++ library: -lstdc++, or gcc's static one if GLIBC is set."""
+    """Returns the link command, and its options for the C++ library: -lstdc++, or gcc's static one if GLIBC is set."""
     glibc = os.environ.get("GLIBC", "")
     if not glibc:
         return cxx, ["-lstdc++"]
@@ -343,18 +343,18 @@ def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
     if missing := [name for name, file in zip(names, files, strict=True) if file in ("", name)]:
         raise BuildError(f"GLIBC={glibc} links gcc's static libraries, and '{shlex.join(cxx)}' has no {missing[0]}.")
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine()}-linux-gnu.{glibc}"]
-    # Without what nobody calls: parts of gcc's library need a newer glibc.
+    # Removes unused code, because parts of gcc's library need a newer glibc.
     return [*zig, "-Wl,--gc-sections"], files
 
 
 def write_if_new(path: Path, text: str) -> None:
-    """Leaves a file that has this text as it is, so that ninja does nothing anew."""
+    """Writes a file only if its text changes, so that ninja does not compile anything again."""
     if not (path.exists() and path.read_text() == text):
         path.write_text(text)
 
 
 def own_folder(namespace: str) -> str:
-    """Where in a build folder lie build.ninja, the shims' objects and the library; all else serves every namespace."""
+    """Returns a build folder's subfolder for the files that depend on the namespace: build.ninja, shims and library."""
     return "" if namespace == NAMESPACE else "other_namespace/"
 
 
@@ -366,7 +366,7 @@ def write_objects(
     objects: list[str] = []
 
     def add(rule: str, source: Path, flags: list[str], prefix: str = "", header: str = "") -> None:
-        """A source of CSRC, or one that stands for several and lies in the build folder."""
+        """Adds a source of CSRC, or a file in the build folder that includes several sources."""
         name = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
         objects.append(f"{prefix}{name}.o")
         path = escape(source if name == source else csrc / name) + (f" | {header}.gch" if header else "")
@@ -374,7 +374,7 @@ def write_objects(
         file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
     def together(suffix: str) -> list[Path]:
-        """All sources with this suffix, those of small folders in files of about TOGETHER bytes."""
+        """Returns all sources with this suffix. Small folders are combined to files of about TOGETHER bytes."""
         alone, groups, space = sorted(CSRC.glob(f"*{suffix}")), [], 0
         for part in sorted(path for path in CSRC.iterdir() if path.is_dir()):
             sources, headers = sorted(part.rglob(f"*{suffix}")), part.rglob("*.cuh") if suffix == ".cu" else ()
@@ -401,7 +401,7 @@ def write_objects(
         file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
         return header
 
-    # What takes longest comes first: at the end no core waits for it.
+    # The files that take longest come first, so that no core has to wait at the end.
     if cuda:
         for source in together(".cu"):
             add("nvcc", source, [])
@@ -419,7 +419,7 @@ def write_objects(
 
 
 def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
-    """Writes build.ninja for what the environment asks for."""
+    """Writes build.ninja for the build that the environment asks for."""
     from ninja.ninja_syntax import Writer
 
     torch = torch_folder()
@@ -431,11 +431,11 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
-    # Relative to the build folder, so that a tree that is moved or copied keeps its objects.
+    # Paths are relative to the build folder, so that a tree that is moved or copied keeps its objects.
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     include = [f"-I{csrc}"]
-    # __FILE__ is part of some messages, and shall not tell where the library was built: two builds in different folders
-    # give the same bytes. gcc follows links to headers.
+    # Messages contain __FILE__, which must not depend on the folder of the build, so that two builds give the same
+    # bytes. gcc follows links to headers.
     here = [f"-fmacro-prefix-map={path}/=" for path in (csrc, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
@@ -452,8 +452,8 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed" + tail,
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
-    if nvcc and int(cuda.split(".")[0]) >= 13:  # older ones may not know the option
-        # nvcc invents names by chance, and its object remembers the host code's file, named by the process's number.
+    if nvcc and int(cuda.split(".")[0]) >= 13:  # older versions may not know the option
+        # nvcc makes up random names, and its object contains the host code's file name with the process's number.
         commands["nvcc"] += f" -frandom-seed=$out{tail} && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
     else:
         commands["nvcc"] += tail
@@ -461,12 +461,12 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     (folder / own).mkdir(exist_ok=True)
     with (folder / own / "build.ninja").open("w") as file:
         ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
-        ninja.variable("listed", "-MMD")  # what ninja tracks: the headers of csrc
+        ninja.variable("listed", "-MMD")  # ninja tracks the headers of csrc
         for rule, command in commands.items():
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
         ninja.rule("link", quote(link_command) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 
-        # A cache does not keep what uses a precompiled header.
+        # A compiler cache does not keep files that use a precompiled header.
         precompiled = not {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}
         objects = write_objects(file, folder, own, levels, info, nvcc is not None, precompiled)
         if link_command != cxx:
@@ -481,14 +481,14 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
 
 
 def steps_to_do(ninja: list[str]) -> int:
-    """How many files would be compiled or linked now."""
+    """Returns how many files would be compiled or linked now."""
     planned = subprocess.run([*ninja, "-n"], capture_output=True, text=True)
     counted = re.search(r"^\[\d+/(\d+)\]", planned.stdout or "", re.MULTILINE)
     return int(counted[1]) if counted else 0
 
 
 def announcement(steps: int, archs: str) -> str:
-    """Says what is compiled before it begins, and what it takes where that is long."""
+    """Says what is compiled before it begins, and how long it takes if that is long."""
     what = "the CPU kernels" if archs == "cpu" else f"the CPU kernels and GPU code for {archs.replace('-', ', ')}"
     if archs == "cpu" and is_for_no_gpu():
         what += " (this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds the code of one)"
@@ -515,18 +515,17 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     built = folder / own_folder(namespace) / LIBRARY
     if not (destination.exists() and destination.read_bytes() == built.read_bytes()):
-        # A new file, never the old one rewritten: a process that has it open keeps what it mapped.
+        # The old file is replaced, never rewritten, so that a process that has it open keeps its contents.
         temporary = destination.with_suffix(".tmp")
         shutil.copyfile(built, temporary)
         temporary.replace(destination)
 
 
 def glibc_required(library: Path) -> tuple[int, int]:
-    """The number of the oldest manylinux whose systems have all symbols that the library needs: of glibc, and of gcc's
-    C++ library, which comes with it."""
+    """Returns N of the oldest manylinux_2_N with all symbols of glibc and gcc's C++ library that the library needs."""
     table = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
     found = [(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", table)]
-    newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # else this machine's glibc
+    newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # the default is this machine's glibc
     for name, glibc_of in CXX_OF_MANYLINUX.items():
         for version in map(int, re.findall(rf"{re.escape(name)}(\d+)", table)):
             glibc = next((glibc for newest, glibc in glibc_of.items() if version <= newest), None)

@@ -1,10 +1,10 @@
-"""Says in one sentence what this machine or environment lacks, before anything is half done.
+"""Reports in one sentence what this machine or environment lacks, before anything is half done.
 
     python check_environment.py machine       what a new .venv and the build need: Python, venv, compilers; whether the
                                               .venv that is there is this user's and this folder's
     python check_environment.py MODULE...     what this environment lacks of torch >= 2.10 and the modules
 
-`make` runs it. Old Pythons must be able to read this file to be told that they are old: no syntax newer than theirs.
+`make` runs this script. It uses no new syntax, so that old versions of Python can report that they are old.
 """
 
 import glob
@@ -14,12 +14,12 @@ import sys
 import tempfile
 
 PYTHON_MINIMUM = (3, 10)
-# pip's name where it differs from the module's
+# pip's name of a module, where it differs from the module's own name
 PACKAGES = {"clang_format": "clang-format", "pre_commit": "pre-commit", "xdist": "pytest-xdist"}
 PACKAGES["kernel_abi_check"] = "kernel-abi-check"
 PACKAGES["material"] = "mkdocs-material"
 PACKAGES["mkdocstrings_handlers"] = "mkdocstrings-python"
-# Headers are a package of their own on many systems, so a compiler that answers --version may still compile nothing.
+# Many systems have headers in a separate package, so that a compiler that answers --version may still compile nothing.
 PROBES = {
     "CC": ("cc", "gcc", "c", "-std=c17", "#include <math.h>\n#include <stdint.h>\nint64_t f(void) { return 1; }\n"),
     "CXX": ("c++", "g++", "c++", "-std=c++17", "#include <optional>\nstd::optional<int> f() { return 1; }\n"),
@@ -54,7 +54,7 @@ def check_venv():
 
 
 def check_own_venv():
-    """Refuses a .venv that make must neither use nor empty. One whose python3 is gone is none."""
+    """Refuses a .venv that make must neither use nor empty. A .venv whose python3 is missing counts as absent."""
     python = os.path.abspath(os.path.join(".venv", "bin", "python"))
     try:
         os.stat(python)

@@ -1,4 +1,4 @@
-"""The package's metadata is in pyproject.toml; here are the two commands that differ from setuptools' own."""
+"""Adds the commands that differ from setuptools' own. The package's metadata is in pyproject.toml."""
 
 import importlib.util
 import os
@@ -17,12 +17,12 @@ from setuptools.command.egg_info import egg_info
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # pip does not put this folder on the path
 import build_library
 
-# Two builds of the same sources give the same bytes: unless the user sets a date, all files in a wheel have hatch's.
+# Gives all files in a wheel hatch's date, unless the user sets one, so that two builds give the same bytes.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1580601600")
 
 
 class BuildLibrary(build_ext):
-    """Builds a plain shared library: no PyInit, no Python version in its name."""
+    """Builds a plain shared library, without a PyInit function and without Python's version in its name."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1], build_library.LIBRARY))
@@ -35,11 +35,11 @@ class BuildLibrary(build_ext):
 
 
 class StableWheel(bdist_wheel):
-    """One wheel for every Python 3: the library uses neither Python's nor PyTorch's C++ ABI."""
+    """Makes one wheel for every Python 3, because the library uses neither Python's nor PyTorch's C++ ABI."""
 
     def write_wheelfile(self, *args: Any, **options: Any) -> None:
         super().write_wheelfile(*args, **options)
-        for path in Path(self.bdist_dir).rglob("*"):  # the modes of git's files depend on the umask of who cloned
+        for path in Path(self.bdist_dir).rglob("*"):  # the modes of git's files depend on the umask of the user
             if path.is_file():
                 path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
 
@@ -53,7 +53,7 @@ class StableWheel(bdist_wheel):
 
 
 class TaggedVersion(egg_info):
-    """Sets the tag after setup.cfg is read: the one in a source distribution has an empty tag."""
+    """Sets the tag after setup.cfg is read, because the setup.cfg of a source distribution has an empty tag."""
 
     def finalize_options(self) -> None:
         self.tag_build = tag()
@@ -61,8 +61,8 @@ class TaggedVersion(egg_info):
 
 
 def fetch_torch(folder: str) -> None:
-    """Installs torch there, without what it depends on: the build reads its headers and links to it, but runs none of
-    it, and pip would take longer for gigabytes of CUDA's libraries than the compilers for the CPU's code."""
+    """Installs torch into the folder without its dependencies. The build only reads its headers and links to it, and
+    pip would spend more time on gigabytes of CUDA's libraries than the compilers on the CPU's code."""
     torch = f"torch>={'.'.join(map(str, build_library.TORCH_MINIMUM))}"
     print(f"There is no torch here: pip fetches {torch} for its headers (0.5 GB).", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-user", "--no-deps", "--no-compile"]
@@ -75,7 +75,7 @@ def fetch_torch(folder: str) -> None:
 
 
 def tag() -> str:
-    """The local version of a wheel, as torch's: a build for the CPU alone and one for CUDA are two files."""
+    """Returns the local version of a wheel, as torch's, so that builds for the CPU and for CUDA differ by name."""
     if "sdist" in sys.argv:
         return ""
     nvcc = build_library.find_nvcc()
@@ -83,7 +83,7 @@ def tag() -> str:
 
 
 def readme() -> str:
-    """README.md for a package index, which has no other file: links into the repository are their text there."""
+    """Returns README.md for a package index, which has no other file. Links into the repository become plain text."""
     text = (Path(__file__).resolve().parent / "README.md").read_text()
     text = re.sub(r"!\[([^\]]*)\]\((?!https?:)[^)]*\)", r"*Picture: \1.*", text)
     return re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:)[^)]*\)", r"\1", text)

@@ -1,1 +1,1 @@
-"""Timings against PyTorch and the bandwidth of memory: python -m benchmarks --help."""
+"""Times the ops beside PyTorch and beside a copy of memory: python -m benchmarks --help."""

@@ -1,8 +1,8 @@
-"""python -m benchmarks: times the ops (run.py); compare, plot, report: look at results.
+"""python -m benchmarks times the ops (run.py). Its commands compare, plot and report show results.
 
-host: what a call of layer_norm costs, layer by layer. host_ops: a call of every op.
-linear_loss: linear_cross_entropy beside its matrix products. norm_plans: the shapes of the norms' GPU kernels.
-processes: the training step of an example on one process and on several.
+host times a call of layer_norm layer by layer, and host_ops a call of every op. linear_loss times linear_cross_entropy
+beside its matrix products, and norm_plans the shapes of the norms' GPU kernels. processes times the training step of an
+example on one process and on several.
 """
 
 import importlib

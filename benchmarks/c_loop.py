@@ -1,4 +1,4 @@
-"""A recurrence as a loop in C (c_loop.c), compiled with -O3 for this processor: what linear_recurrence must beat."""
+"""Runs a recurrence as a loop in C (c_loop.c), compiled with -O3 for this processor, as a peer of linear_recurrence."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compiles the library once per process. It stays mapped after its folder is deleted."""
+    """Compiles the library once per process. The library stays mapped after its folder is deleted."""
     source = Path(__file__).with_suffix(".c")
     try:
         command = compiler("CC", "cc", "gcc")
@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL:
 
 
 def recurrence(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    """The recurrence of tensors of two dimensions, without gradients."""
+    """Computes the recurrence of two-dimensional tensors, without gradients."""
     h = torch.empty_like(b)
     steps, lines = b.shape if dim == 0 else reversed(b.shape)
     function = getattr(library(), f"{'columns' if dim == 0 else 'rows'}_{NAMES[b.dtype]}")

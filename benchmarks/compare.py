@@ -1,4 +1,4 @@
-"""Says what got faster or slower from one results file to another, beyond the spread of both."""
+"""Prints what became faster or slower from one results file to another, beyond the spread of both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ class Change:
 
     @property
     def beyond(self) -> bool:
-        """Whether the ranges from 10 to 90 % do not overlap."""
+        """Returns whether the ranges from the 10 % to the 90 % quantile do not overlap."""
         return self.after["low"] > self.before["high"] or self.after["high"] < self.before["low"]
 
 
 def changes(before: dict, after: dict) -> Iterator[Change]:
-    """The changes of everything that both have timed, the copy included."""
+    """Yields the changes of everything that both files have timed, including the copy."""
     rows = {results.key(row, before["machine"]): row for row in before["rows"]}
     for row in after["rows"]:
         old = rows.get(results.key(row, after["machine"]), {})
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("The two files have no measurement in common.")
         return 0
     table = Table()
-    table.add_column("what", overflow="fold")  # it may wrap, so that a narrow terminal has room for the figures
+    table.add_column("what", overflow="fold")  # may wrap, so that a narrow terminal has room for the figures
     for heading in ("before us", "after us", "change"):
         table.add_column(heading, justify="right", no_wrap=True)
     beyond = sorted((change for change in found if change.beyond), key=lambda change: -change.ratio)

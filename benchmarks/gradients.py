@@ -1,10 +1,10 @@
-"""Judges the gradients of a model or a loss in bfloat16, beside those in float32 or float64.
+"""Judges the bfloat16 gradients of a model or a loss by those in float32 or float64.
 
-Two figures are computed for each gradient g and its exact value e: the distance |g - e| / |e|, and the scale
-<g, e> / <e, e> - 1. A contender's distance may be twice that of the stock model, and its scale may be twice as far from
-0. Both compute the same roundings in another order, so that their errors have one size; measured on models of 16 and
-24 layers, a contender's distance is at most 1.3 times the stock model's. The errors of a gradient's elements are nearly
-independent, so they hardly change its scale: a factor of 1.05 is seen there though the distance allows for more. Both
+Two figures are computed for each gradient g and its exact value e: the distance |g - e| / |e|, and the scale <g, e> /
+<e, e> - 1. A contender may have twice the distance of the stock model, and a scale twice as far from 0. Both compute
+the same roundings in another order, so that their errors have the same size: on models of 16 and 24 layers, a
+contender's distance was at most 1.3 times the stock model's. The errors of a gradient's elements are nearly independent
+and hardly change the scale. The scale therefore shows a factor of 1.05, even if the distance would allow more. Both
 bounds are at least two roundings to bfloat16.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 FLOOR = 2 * torch.finfo(torch.bfloat16).eps
 FACTOR = 2
 # The largest distance that the stock model's gradients may have. Others may have twice the stock model's distance,
-# and that must stay below 1, the distance of zeros.
+# which must stay below 1, the distance of zeros.
 STOCK = 0.4
 
 
@@ -29,7 +29,7 @@ class Error:
 
 
 def error(gradient: Tensor | None, exact: Tensor) -> Error:
-    """A gradient that is missing counts as zeros."""
+    """Returns the error of a gradient. A missing gradient counts as zeros."""
     if gradient is None:
         return Error(1.0, -1.0)
     if gradient.shape != exact.shape:
@@ -42,7 +42,7 @@ def error(gradient: Tensor | None, exact: Tensor) -> Error:
 
 
 def worst_line(gradient: Tensor, exact: Tensor) -> Error:
-    """The largest figures of all lines of a matrix, each on its own."""
+    """Returns the largest distance and scale of the lines of a matrix, each judged on its own."""
     got, sizes = gradient.to(exact.dtype), exact.norm(dim=1)
     is_zero, sizes = sizes == 0, torch.where(sizes == 0, 1, sizes)
     distances, scales = (got - exact).norm(dim=1) / sizes, (got * exact).sum(1) / sizes**2 - 1
@@ -56,7 +56,7 @@ def errors(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor]) 
 
 
 def wrong_stock(found: Mapping[str, Error]) -> str | None:
-    """The first gradient of the stock model that is too far from the exact one, in words."""
+    """Describes the first gradient of the stock model that is too far from the exact one, or returns None."""
     for name, each in found.items():
         if not each.distance <= STOCK:
             return f"the gradient of {name} is {each.distance:.3g} off, of at most {STOCK}"
@@ -66,7 +66,7 @@ def wrong_stock(found: Mapping[str, Error]) -> str | None:
 def wrong(
     found: Mapping[str, Error], stock: Mapping[str, Error], floor: float = FLOOR, what: str = "the gradient of "
 ) -> str | None:
-    """The first gradient that is beyond its bound, in words."""
+    """Describes the first gradient that exceeds its bound, or returns None."""
     for name, each in found.items():
         for figure in ("distance", "scale"):
             value, bound = getattr(each, figure), max(FACTOR * abs(getattr(stock[name], figure)), floor)

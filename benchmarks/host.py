@@ -1,4 +1,4 @@
-"""Times what a call costs the host, layer by layer: layer_norm of a tensor so small that the kernel hardly counts.
+"""Times what a call costs the host, layer by layer, by layer_norm of a tensor so small that the kernel hardly counts.
 
 Each figure is the time of a batch of calls divided by their number. It waits for a GPU only between batches. The ways
 take turns.
@@ -22,9 +22,9 @@ from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
 
 ROWS, COLS, EPS = 8, 512, 1e-5
-CALLS = 50  # per batch: most end before the system gives the core to another process, and they fit into a GPU's queue
+CALLS = 50  # per batch: most batches end before the system interrupts the process, and fit into a GPU's queue
 
-# The mode, and the ways that are left out, because without autograd they do the same as another way.
+# The mode of each pass, and the ways that are left out because they do the same as another way without autograd.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "forward, inference_mode": (torch.inference_mode, {"register_autograd", "by hand"}),
     "forward, no_grad": (torch.no_grad, {"by hand", "kernel", "shim"}),
@@ -35,7 +35,7 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 
 @functools.cache
 def formulas() -> dict[str, dict[str, Any]]:
-    """backward, setup_context and plain of each operator that has a derivative, from a copy of the table in ops.py."""
+    """Returns backward, setup_context and plain of each differentiable operator, from a copy of the table in ops.py."""
     found = {}
 
     def note(op: str, *, backward: Any, setup_context: Any = None, plain: Any = None, **others: Any) -> None:
@@ -51,17 +51,17 @@ def formulas() -> dict[str, dict[str, Any]]:
 
 
 def by_position(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """backward as PyTorch's register_autograd takes it: with the gradients in the order of the arguments."""
+    """Converts a backward for PyTorch's register_autograd, with the gradients in the order of the arguments."""
     names = [argument.name for argument in operator._schema.arguments]
     return lambda ctx, *grads: tuple(map(backward(ctx, *grads).get, names))
 
 
 @contextlib.contextmanager
 def registered_plainly(op: str) -> Iterator[None]:
-    """An operator and its backward operator under PyTorch's own register_autograd instead of ours.
+    """Registers an operator and its backward operator by PyTorch's own register_autograd instead of ours.
 
-    `_ops` has a function that calls the operator and no more. Where a backward pass is not differentiated itself, it
-    still runs the no-grad overload of the backward operator, as if that had no derivative.
+    `_ops` then has a function that only calls the operator. A backward pass that is not differentiated itself still
+    runs the no-grad overload of the backward operator, as if that operator had no derivative.
     """
     names = [name for name in (op, f"{op}_backward") if name in formulas()]
     operator, no_grad = (calls.overload_of(autograd.qualified(op + end)) for end in ("", calls.NO_GRAD))
@@ -89,7 +89,7 @@ def registered_plainly(op: str) -> Iterator[None]:
 
 
 class Calls:
-    """One call of each way, forward alone or with its backward."""
+    """Calls layer_norm once in each way, forward alone or with its backward."""
 
     def __init__(self, device: str) -> None:
         self.x, self.grad_out = (torch.randn(ROWS, COLS, device=device) for _ in range(2))
@@ -126,7 +126,7 @@ class Calls:
             "native operator": lambda: native(x, shape, weight, bias, EPS)[0],
             "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
             "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
-            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],  # while it is registered so
+            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],  # with the plain registration
             "by hand": lambda: by_hand(x, weight, bias),
             "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
             "shim": lambda: operator.redispatch(keys, no_rows, shape, weight, bias, EPS),
@@ -162,11 +162,11 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
             plain.close()
             if way == "register_autograd":
                 plain.enter_context(registered_plainly("layer_norm"))
-            one[way](2)  # untimed: the ways before have replaced the caches' content and registered anew
+            one[way](2)  # untimed, because the previous ways have changed the caches and the registration
             if device == "cuda":
                 torch.cuda.synchronize()
 
-        # The host is timed, also if the tensors are on a GPU.
+        # The host is timed, even if the tensors are on a GPU.
         times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
         plain.close()
         for way, time in times.items():

@@ -1,9 +1,8 @@
 """Times what a call of every op costs the host, beside the same operator under torch.library.register_autograd.
 
-Kernels, formulas and the code before the operator are the same for both. Of the plain registration a backward runs an
-operator without a derivative, so that it costs no more than a user's own. Tensors are so small that the kernels hardly
-count. The two ways take turns; each figure is the time of a batch of calls divided by their number, and waits for a GPU
-only between batches.
+Kernels, formulas and the code before the operator are the same for both. With the plain registration, a backward runs
+an operator without a derivative, as a user's own would. Tensors are so small that the kernels hardly count. The two
+ways take turns. Each figure is the time of a batch of calls divided by their number.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
     inputs, is_operator = leaves(sample), spec.function is getattr(_ops, spec.name)
 
     def function() -> Any:
-        called = getattr(_ops, spec.name) if is_operator else spec.function  # registered_plainly() exchanges the former
+        called = getattr(_ops, spec.name) if is_operator else spec.function  # registered_plainly() replaces the former
         return called(*sample.args, **sample.kwargs)
 
     grads = [torch.ones_like(y) for y in as_tuple(function()) if y.requires_grad]
@@ -62,13 +61,13 @@ def measure(spec: OpSpec, device: str, rounds: int) -> Iterator[dict[str, Any]]:
             plainly.close()
             if way == PLAIN:
                 plainly.enter_context(registered_plainly(spec.name))
-            batch(call, 2)  # untimed: the operators were registered anew
+            batch(call, 2)  # untimed, because the operators were registered anew
             if device == "cuda":
                 torch.cuda.synchronize()
 
         one = functools.partial(batch, call, CALLS)
         with plainly:
-            times = take_turns({OURS: one, PLAIN: one}, "cpu", rounds, ready)  # the host is timed
+            times = take_turns({OURS: one, PLAIN: one}, "cpu", rounds, ready)  # times the host
         for way, time in times.items():
             seconds = {figure: value / CALLS for figure, value in time.items()}
             yield {"op": spec.name, "pass": name, "way": way, "seconds": seconds}

@@ -1,13 +1,13 @@
-"""Judges what the last timed call of each contender returned, by the judge of the tests (tests/judge.py).
+"""Judges the results of the last timed call of each contender, by the judge of the tests (tests/judge.py).
 
-Whole lines are judged at their full length: the first, the last and 62 that a seed draws. A line is a row, for ops
-along the first dimension a column, for the rotary embedding a token. Sums over lines, which are mean losses and the
-gradients of weights, are judged with all lines. Before the last call other numbers are written into its inputs or, for
-a backward, into the gradients of its outputs, so that a result kept from an earlier call is wrong.
+Whole lines are judged at their full length: the first, the last and 62 that a seed draws. A line is a row, or a column
+for ops along the first dimension, or a token for the rotary embedding. Sums over lines, such as mean losses and weight
+gradients, are judged with all lines. Before the last call other numbers are written into its inputs or, for a backward,
+into the gradients of its outputs, so that a result kept from an earlier call is wrong.
 
-Ours is judged element by element. Another contender may also round each step of its formula to its dtype, as PyTorch
-does: then each line may be twice as far from the exact one as the farthest line of the reference in that dtype
-(gradients.py), and a sum over lines twice as far as that of eager PyTorch, but none by a quarter or more.
+Our results are judged element by element. Another contender may also round each step of its formula to its dtype, as
+PyTorch does. Each of its lines may then be twice as far from the exact one as the farthest line of the reference in
+that dtype (gradients.py), and a sum over lines twice as far as that of eager PyTorch. Errors must stay below a quarter.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class Judge:
         self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         self.lines = sorted({0, self.count - 1, *inner[: LINES - 2].tolist()})
-        self.grads: list[tuple[Tensor, Tensor]] = []  # for each output: now, and before the last call
+        self.grads: list[tuple[Tensor, Tensor]] = []  # of each output: now, and before the last call
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}
@@ -60,7 +60,7 @@ class Judge:
         self._mask: Tensor | None = None
 
     def backward(self, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
-        """Differentiates one kept forward. All contenders get the same gradients of the outputs."""
+        """Returns a call that differentiates one kept forward. All contenders get the same grad_outs."""
         outputs = as_tuple(function(*self.sample.args, **self.sample.kwargs))
         self.outputs[name] = outputs
         self.grads = self.grads or [(torch.randn_like(x), torch.randn_like(x)) for x in outputs]
@@ -69,9 +69,9 @@ class Judge:
 
     def renew(self) -> None:
         for now, later in self.grads or zip(tensors(self.sample), tensors(self.other), strict=True):
-            now.data.copy_(0.5 * later.data)  # a factor, since means of many numbers are nearly equal
+            now.data.copy_(0.5 * later.data)  # a factor, because means of many numbers are nearly equal
         poison = [torch.full_like(self.sample.args[0], float("nan")) for _ in range(4)]
-        del poison  # memory that is allocated next is full of NaN, and not right by luck
+        del poison  # memory that is allocated next is full of NaN, so that it is never right
 
     def judge(self, name: str, result: Any) -> None:
         if name in self.skipped:
@@ -88,7 +88,7 @@ class Judge:
             self.wrong[name] = f"wrong, {message}"[:300]
 
     def message(self, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
-        """What is wrong with a result, which is that of a backward if there are outputs."""
+        """Says what is wrong with a result, or returns None. With `outputs`, it is the result of a backward."""
         got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
         some = rule.Result(tuple(map(self.of_lines, got.outputs)), list(map(self.of_lines, got.gradients)))
         expected = self.expected()
@@ -103,7 +103,7 @@ class Judge:
         return None
 
     def far_away(self, name: str, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
-        """Which tensor of another contender is too far from the exact one; None if none is."""
+        """Says which tensor of another contender is too far from the exact one, or returns None."""
         got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
         lines, sums = {}, {}
         for number, (what, x) in enumerate(got.tensors()):
@@ -111,14 +111,14 @@ class Judge:
                 sums[what] = gradients.error(x.detach(), list(self.sums(outputs).exact.tensors())[number][1])
             else:
                 lines[what] = self.error(self.of_lines(x), number)
-        most = 0.125  # a contender further off computes something else
+        most = 0.125  # a contender with larger errors computes something else
         if name == "eager":
             self.stock_sums = sums
         beside = self.stock(outputs is not None) | {what: self.stock_sums.get(what, Error(most, most)) for what in sums}
         if name == "eager":
             beside |= dict.fromkeys(sums, Error(most, most))
         beside = {what: Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()}
-        floor = max(2 * torch.finfo(result[0].dtype).eps, 32 * torch.finfo(torch.float32).eps)  # 32: of an exponential
+        floor = max(2 * torch.finfo(result[0].dtype).eps, 32 * torch.finfo(torch.float32).eps)  # 32: of exp
         return gradients.wrong(lines | sums, beside, floor, what="")
 
     def error(self, lines: Tensor, number: int) -> Error:
@@ -128,7 +128,7 @@ class Judge:
         return gradients.worst_line(*(x.movedim(self.dim, 0).flatten(1) for x in (lines, exact)))
 
     def stock(self, backward: bool) -> dict[str, Error]:
-        """The errors of the reference in the dtype of the inputs, on the lines that are judged (self.lines)."""
+        """Returns the errors of the reference in the dtype of the inputs, on the lines that are judged (self.lines)."""
         if not self._stock:
             sample, grads = self.call_on(self.lines)
             with self.masks(self.lines):
@@ -143,22 +143,22 @@ class Judge:
         return self._stock
 
     def is_sum(self, x: Tensor) -> bool:
-        """Whether a result is a sum over lines: a mean loss, or the gradient of a weight."""
+        """Returns whether a result is a sum over lines: a mean loss, or the gradient of a weight."""
         return x.dim() == 0 or (x.dim() == 1 and self.has_weights() and x.shape[0] == self.sample.args[0].shape[-1])
 
     def has_weights(self) -> bool:
         return any(x.dim() == 1 for x in leaves(self.sample))
 
     def of_lines(self, x: Tensor, lines: Sequence[int] | None = None) -> Tensor:
-        """The chosen lines of a tensor, which are all of a weight."""
+        """Returns the chosen lines of a tensor. A weight belongs to all lines, and is returned as a whole."""
         if x.dim() == 0 or (x.dim() == 1 and x.is_floating_point() and self.is_sum(x)):
             return x.detach()
         index = torch.tensor(self.lines if lines is None else lines, device=x.device)
         return x.detach().index_select(self.dim, index)
 
     def call_on(self, lines: Sequence[int]) -> tuple[Sample, list[Tensor]]:
-        """The call on some lines, and the gradients of its outputs. Their part of a mean is a mean of as many as they
-        are."""
+        """Returns the call on some lines, and the gradients of its outputs. The gradient of a mean is scaled, because
+        the mean of fewer lines divides by fewer."""
 
         def one(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.shape == (1,):  # a seed
@@ -171,7 +171,7 @@ class Judge:
         return sample, [self.of_lines(grad, lines) * (share if grad.dim() == 0 else 1) for grad, _ in self.grads]
 
     def part(self, lines: Sequence[int]) -> rule.Expected:
-        """What some lines should give."""
+        """Returns the expected results of some lines."""
         sample, given = self.call_on(lines)
         grads = itertools.cycle(given)
 
@@ -189,8 +189,7 @@ class Judge:
         return self._expected
 
     def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
-        """The sums over all lines, for these outputs if backward reads them. The other tensors are those of the last
-        chunk."""
+        """Returns the sums over all lines, for these outputs if backward reads them. The rest is of the last chunk."""
         if self._sums is not None:
             return self._sums
         found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
@@ -206,7 +205,7 @@ class Judge:
         return found
 
     def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
-        """The sums with those of one more chunk, which is this share of all lines."""
+        """Returns the sums with those of one more chunk, which has this share of all lines."""
         exact = [x for _, x in truth.exact.tensors()]
         scaled = [x * share if x.dim() == 0 else x for x in exact]
         sizes = [
@@ -223,7 +222,7 @@ class Judge:
 
     @contextmanager
     def masks(self, lines: Sequence[int]) -> Iterator[None]:
-        """The reference's dropout with the mask that these lines have in the whole tensor."""
+        """Gives the reference's dropout the mask that these lines have in the whole tensor."""
         seeds = [x for x in self.sample.args if isinstance(x, Tensor) and x.shape == (1,)]
         if not seeds:
             yield
@@ -242,7 +241,7 @@ class Judge:
 
 
 def wrong(got: Tensor, number: int, truth: rule.Truth) -> str | None:
-    """What is wrong with a tensor, its shape included."""
+    """Says what is wrong with a tensor or its shape, or returns None."""
     shape = tuple(list(truth.exact.tensors())[number][1].shape)
     if tuple(got.shape) != shape:
         return f"shape {tuple(got.shape)}, expected {shape}"

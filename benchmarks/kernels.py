@@ -1,4 +1,4 @@
-"""What the kernels of an op were when it was timed: a digest of their sources, by which a table marks older rows."""
+"""Computes a digest of the sources of an op's kernels, by which tables mark rows that were timed with older kernels."""
 
 import functools
 import hashlib
@@ -11,7 +11,7 @@ CSRC = ROOT / "extension_cpp" / "csrc"
 
 
 def folder(op: str, sources: dict[str, str]) -> str:
-    """The folder whose shim registers the op. A variant of a benchmark has the op's name and more words behind it."""
+    """Returns the folder whose shim registers the op. Names of benchmark variants begin with the op's name."""
     words = op.split("_")
     for count in range(len(words), 0, -1):
         schema = f'"{"_".join(words[:count])}('
@@ -22,8 +22,8 @@ def folder(op: str, sources: dict[str, str]) -> str:
 
 
 def digest_of(sources: dict[str, str], ops: Iterable[str], device: str) -> str:
-    """The digest of the folders of these ops, and of rows/ if they include it. `sources` are the texts of csrc's files
-    by path. Comments and white space do not count, nor do includes and files for the other kind of device."""
+    """Returns the digest of the folders of these ops, and of rows/ if they include it. `sources` are the texts of
+    csrc's files by path. Comments, white space, includes, and files for the other kind of device do not count."""
     other = "cpu" if device == "cuda" else ".cu"
     folders = {folder(op, sources) for op in ops}
     if any('#include "rows/' in text for path, text in sources.items() if path.split("/")[0] in folders):

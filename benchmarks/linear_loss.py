@@ -1,8 +1,8 @@
 """Times linear_cross_entropy, forward and backward, beside its three matrix products alone and beside other ways.
 
 Every way must compute the products: the logits, and the gradients of the input and of the weight. Peak memory does not
-include the inputs and the gradients of a call. The loss and every line of both gradients are judged beside float64, in
-the results of the last timed call; a way that is wrong ends the program.
+include the inputs and the gradients of a call. The loss and every line of both gradients of the last timed call are
+compared with float64. A wrong result ends the program.
 """
 
 import functools
@@ -18,13 +18,13 @@ from benchmarks import gradients, peers, results, table
 from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, take_turns
 
-# Rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head that takes seconds.
+# Rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head whose calls take seconds.
 ROWS = 512  # rows whose float64 logits are in memory at a time
 SHAPES = {"cuda": (8192, 2048, 128256), "cpu": (512, 512, 8192)}
 
 
 def products(x: Tensor, weight: Tensor, target: Tensor) -> None:
-    """The three products. The logits stand for their gradient, which takes the same time."""
+    """Computes the three products. The logits replace their gradient, with which a product takes the same time."""
     with torch.no_grad():
         logits = x @ weight.t()
         logits @ weight
@@ -36,7 +36,7 @@ def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def eager_float32(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The loss as transformers computes it."""
+    """Computes the loss as transformers does."""
     return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight).float(), target)
 
 
@@ -53,7 +53,7 @@ def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor
 
 
 def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """The loss and its gradients in float64, some rows at a time."""
+    """Returns the loss and its gradients in float64, computed for some rows at a time."""
     wide, total = weight.detach().double().requires_grad_(), x.new_zeros((), dtype=torch.float64)
     grads_x, grad_weight = [], torch.zeros_like(wide)
     for rows, classes in zip(x.detach().split(ROWS), target.split(ROWS), strict=True):
@@ -66,7 +66,7 @@ def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 
 
 class Judge:
-    """Judges every way beside float64, by the error of eager PyTorch."""
+    """Compares every way with float64, and allows errors relative to those of eager PyTorch."""
 
     def __init__(self, x: Tensor, weight: Tensor, target: Tensor) -> None:
         self.inputs, self.others = (x, weight), (x.detach().flip(0), weight.detach().flip(0))
@@ -101,7 +101,7 @@ def ways(device: str) -> dict[str, Callable[..., Any]]:
 
 
 def extra_bytes(call: Callable[[], object], grad_bytes: int) -> int:
-    """The bytes at the peak, without those before the call and without the gradients."""
+    """Returns the peak memory of a call in bytes, without the memory before the call and without the gradients."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,20 +1,20 @@
 """Times training steps of whole models from transformers in one run: stock, converted by nn.convert, patched by Liger.
 
 "linear loss" is converted with loss="linear", which computes the loss without logits. "liger" takes part if
-liger_kernel can be imported and knows the model. Each contender also runs under torch.compile, as it is and with
-"no mask": while it is traced transformers makes the causal mask as a tensor, which PyTorch's attention does not need.
-In eager it makes none.
+liger_kernel can be imported and supports the model. Each contender also runs under torch.compile, unchanged and with
+"no mask". While a model is traced, transformers makes the causal mask as a tensor, which PyTorch's attention does not
+need. In eager mode transformers makes no mask.
 
 A step is forward, backward and AdamW (fused), in bfloat16 with random weights and inputs, with the dropout of the
-model's own configuration. bert-large predicts all its tokens, vit-large classifies images. Gradients are set to None
-between steps. All contenders take turns, eager and compiled ones side by side. They share one set of weights and
-optimizer state, so that they fit on one GPU. The peak memory of a step includes this set. Before the first step every
-contender's gradients are judged beside those of the stock model in float32 (gradients.py), all without dropout. A
---json file that is there gets the models that it has not.
+model's own configuration. bert-large predicts all its tokens, and vit-large classifies images. Gradients are set to
+None between steps. All contenders take turns, both eager and compiled ones. They share one set of weights and optimizer
+state, so that they fit on one GPU. The peak memory of a step includes this set. Before the first step every contender's
+gradients are compared with those of the stock model in float32 (gradients.py), without dropout. An existing --json file
+gets the models that it lacks.
 
 On a GPU a row also has the time of the step's kernels alone, as the profiler sums it. With --host it has the host's
-time of a step: that of a model with as many layers, each so small that the device hardly counts. A step takes at least
-the longer of the two.
+time of a step, measured on a model with as many layers, each so small that the device hardly counts. A step takes at
+least the longer of the two times.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # every model is made from its configuration
+os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, without downloads
 
 import torch
 import transformers
@@ -47,10 +47,10 @@ PROFILED = 5  # steps
 
 @dataclass(frozen=True)
 class Shape:
-    model: str  # its name in transformers
+    model: str  # the name of its class in transformers
     config: dict[str, Any]
     batch: int
-    tokens: int  # the length of each sequence; for an image its patches and the class token
+    tokens: int  # the length of each sequence; for an image, the number of its patches and the class token
 
 
 LLAMA: dict[str, Any] = {
@@ -72,7 +72,7 @@ SHAPES = {
     "bert-large": Shape("BertForMaskedLM", BERT, 32, 512),
     "vit-large": Shape("ViTForImageClassification", VIT, 64, 197),
 }
-# The same layers with few columns, and a smaller vocabulary or image.
+# Models with the same layers but few columns, and a smaller vocabulary or image.
 NARROW_ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 NARROW = {
     "llama-3.2-1b": NARROW_ENCODER | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
@@ -83,7 +83,7 @@ NARROW = {
 
 
 def narrow(name: str, batch: int, tokens: int, **layers: int) -> Shape:
-    """The model with few columns, on so few tokens; an image always has five."""
+    """Returns the model with few columns, on few tokens. An image always has five tokens."""
     shape = SHAPES[name]
     config = shape.config | NARROW[name] | {key: count for key, count in layers.items() if key in shape.config}
     return Shape(shape.model, config, batch, 5 if "image_size" in config else tokens)
@@ -104,13 +104,13 @@ class Contender:
     """A way to run a model."""
 
     model: torch.nn.Module
-    forward: Callable[..., Any]  # the model, or the model compiled
+    forward: Callable[..., Any]  # the model, or the compiled model
     inputs: dict[str, torch.Tensor]
-    optimizer: torch.optim.Optimizer  # its weights are shared by all contenders
+    optimizer: torch.optim.Optimizer  # all contenders share its weights
     patches: dict[str, Any] = field(default_factory=dict)  # attributes of the model's module to replace while it runs
 
     def loss(self) -> torch.Tensor:
-        """The loss with the present weights. Its backward leaves gradients."""
+        """Returns the loss with the present weights, and leaves the gradients of its backward."""
         module = sys.modules[type(self.model).__module__]
         with mock.patch.multiple(module, **self.patches) if self.patches else contextlib.nullcontext():
             loss = self.forward(**self.inputs).loss
@@ -124,7 +124,7 @@ class Contender:
 
 
 def make(shape: Shape, device: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The stock model and its inputs."""
+    """Returns the stock model and its inputs."""
     model_class = getattr(transformers, shape.model)
     torch.manual_seed(SEED)
     config = model_class.config_class(**shape.config, use_cache=False)
@@ -138,13 +138,13 @@ def make(shape: Shape, device: str) -> tuple[torch.nn.Module, dict[str, torch.Te
 
 
 def twin(model: torch.nn.Module) -> Any:
-    """A copy of the model that shares its parameters."""
+    """Returns a copy of the model that shares its parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
-    """A copy that Liger patched, and the attributes that it set in the model's module, which is as before afterwards.
-    None if Liger does not know the model."""
+    """Returns a copy patched by Liger, and the attributes that Liger set in the model's module, which are removed
+    again. Returns None if Liger does not support the model."""
     try:
         liger = importlib.import_module("liger_kernel.transformers")
     except ImportError:
@@ -162,8 +162,8 @@ def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
 
 
 def without_mask(model: Any) -> Any:
-    """A copy that shares the parameters. transformers makes no mask for an attention function that has no mask function
-    of its own, and PyTorch's attention is then called with is_causal."""
+    """Returns a copy that shares the parameters and uses no mask. transformers makes no mask for an attention function
+    without a mask function of its own, and PyTorch's attention is then called with is_causal."""
     attention = transformers.AttentionInterface()
     attention.register("sdpa_without_mask", attention["sdpa"])
     maskless = twin(model)
@@ -174,13 +174,13 @@ def without_mask(model: Any) -> Any:
 def contenders_of(
     stock: Any, inputs: dict[str, torch.Tensor], names: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders that can run, and the functions that the converted model's modules call."""
+    """Returns the contenders that can run, and the functions that the converted model's modules call."""
     models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
     converted, linear = twin(stock), twin(stock)
     changed, _ = extension_cpp.nn.convert(converted)
     models["converted"] = converted, {}
     if "linear_cross_entropy" in extension_cpp.nn.convert(linear, loss="linear")[0].get("", ""):
-        models["linear loss"] = linear, {}  # only causal language models have one
+        models["linear loss"] = linear, {}  # only causal language models have a linear loss
     if any(name.startswith("liger") for name in names) and (found := patched_by_liger(stock)) is not None:
         models["liger"] = found
     optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-4, fused=True)
@@ -196,10 +196,10 @@ def contenders_of(
 
 
 def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients in float32, one sequence at a time: a whole batch of activations would not fit beside the rest.
+    """Returns the float32 gradients, computed for one sequence at a time, because a batch of activations would not fit.
 
-    The bias of a key has none: it adds one number to all scores of a query, which softmax takes off again. What is
-    computed for it is rounding errors alone.
+    The bias of a key has no gradient: it adds one number to all scores of a query, which softmax removes again. Its
+    computed gradient consists of rounding errors, and is left out.
     """
     wide = copy.deepcopy(stock).float().eval()
     batch = len(inputs["labels"])
@@ -212,14 +212,14 @@ def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> 
 
 
 def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: dict[str, Contender]) -> dict[str, Any]:
-    """The first loss and the largest error of each contender's gradients. Liger is left out if it raises or is wrong:
-    it may not know this version of transformers. Any other contender ends the program."""
+    """Returns the first loss and the largest error of each contender's gradients. Liger is left out if it raises or is
+    wrong, because it may not support this version of transformers. Any other wrong contender ends the program."""
     exact = exact_gradients(stock, inputs)
     has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in stock.modules())
     beside: dict[str, gradients.Error] = {}
     found: dict[str, Any] = {}
     for name, contender in [*contenders.items()]:
-        contender.model.train(not has_dropout)  # eval mode only if there is dropout: it may compile the model again
+        contender.model.train(not has_dropout)  # eval mode, which may compile again, only if there is dropout
         try:
             loss = contender.loss().item()
             errors = gradients.errors({key: each.grad for key, each in stock.named_parameters()}, exact)
@@ -242,7 +242,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
 
 
 def kernel_seconds(step: Callable[[], object]) -> float:
-    """The time of the kernels of a step, its copies and fills included: the median of some steps."""
+    """Returns the time of a step's kernels, including copies and fills, as the median of some steps."""
     sums = []
     for _ in range(PROFILED):
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
@@ -253,10 +253,10 @@ def kernel_seconds(step: Callable[[], object]) -> float:
     return 1e-6 * statistics.median(sums)
 
 
-# All compiled contenders share the code of one class. Beyond the limit they would run in eager, without a word.
+# All compiled contenders share the code of one class. Beyond this limit they would silently run in eager mode.
 @torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """The figures by contender, and the functions that the converted model's modules call."""
+    """Returns the figures by contender, and the functions that the converted model's modules call."""
     torch.compiler.reset()
     stock, inputs = make(shape, device)
     contenders, changed = contenders_of(stock, inputs, names)
@@ -275,7 +275,7 @@ def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tup
 
 @torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def host_seconds(shape: Shape, device: str, names: Sequence[str], rounds: int) -> dict[str, Time]:
-    """The time of a step by contender, on the host's clock, which waits for no kernel."""
+    """Returns the time of a step by contender, on the host's clock, which waits for no kernel."""
     torch.compiler.reset()
     contenders, _ = contenders_of(*make(shape, device), names)
     return take_turns({name: each.step for name, each in contenders.items()}, "cpu", rounds)
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         origin = origin_of(*sorted(functions | {"linear_cross_entropy"}))
         others = [row for row in found["rows"] if row["model"] != name]
         found["rows"] = [*others, *(head | {"way": way} | origin | each for way, each in figures.items())]
-        results.write(options.path, found)  # these figures remain if the next model fails
+        results.write(options.path, found)  # keeps these figures if the next model fails
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()

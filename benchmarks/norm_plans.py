@@ -1,7 +1,7 @@
 """Times the shapes of the norms' GPU kernels, which are the rows of the table in csrc/rows/plan.h.
 
 At each width all rows of the table that allow it take turns with each other and with a copy of memory. The figures go
-into a CSV file with one line per shape. A row of the table earns its place if some width is 5 % slower without it.
+into a CSV file with one line per shape. A row of the table is useful if some width is 5 % slower without it.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def allow(shapes: int) -> None:
-    """Sets which rows of the table may be picked, with one bit for each."""
+    """Sets which rows of the table may be picked, with one bit for each row."""
     ctypes.CDLL(str(LIBRARY)).extension_cpp_norm_allow(ctypes.c_uint64(shapes))
 
 
@@ -41,7 +41,7 @@ def plan_of(case: run.Case) -> dict[str, str]:
 
 
 def plans(case: run.Case) -> dict[int, dict[str, str]]:
-    """The plan for each row of the table that allows the case."""
+    """Returns the plan for each row of the table that allows the case."""
     found = {}
     try:
         for shape in range(info.ask_library_number("norm_plan_shapes")):
@@ -55,7 +55,7 @@ def plans(case: run.Case) -> dict[int, dict[str, str]]:
 
 
 def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, object]]:
-    """The lines of the file for a case."""
+    """Yields the lines of the file for a case."""
     sample = run.make_sample(case, device, case.rows)
     source = torch.empty(int(case.floor_bytes() / 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -77,7 +77,7 @@ def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, obje
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    torch._functorch.config.donated_buffer = False  # backward is called many times for one forward
+    torch._functorch.config.donated_buffer = False  # one forward is followed by many backward calls
     about = f"{results.machine(options.device)}, commit {results.commit()}"
     table = Table(*COLUMNS, title=about)
     options.path.parent.mkdir(parents=True, exist_ok=True)

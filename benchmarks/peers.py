@@ -1,18 +1,18 @@
-"""Other libraries' kernels for the same work on the GPU, if they are installed; on the CPU a loop in C (c_loop.py).
+"""Calls other libraries' kernels for the same work: installed libraries on a GPU, a loop in C (c_loop.py) on the CPU.
 
 A peer is called with the op's arguments, which have the same meaning. The libraries differ in these points:
 * Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
-  grad_out unless in_place is False. Here it does neither, as the others.
-* quack's LayerNorm has no autograd, so it is left out.
+  grad_out unless in_place is False. Here it gets these options, so that it does neither, like the other libraries.
+* quack's LayerNorm is left out, because it has no autograd.
 * Liger's gates write the gradients over gate and up in their backward pass: the same traffic, but the inputs are lost.
-  Its geglu is the approximation by tanh.
-* Liger's cross-entropy writes the gradient over the logits in its forward pass, so it is left out.
+  Its geglu approximates GELU by tanh.
+* Liger's cross-entropy is left out, because its forward pass writes the gradient over the logits.
 * accelerated-scan scans along the last dimension, whose length must be a power of two. Its import compiles it.
-* PyTorch's associative_scan is no public function yet. Its kernel is made by torch.compile with dynamic=False, since
-  there is none for dynamic shapes, and the gradients are those of examples/recurrent_text.py, two more kernels: its own
-  backward needs the square of the length in memory.
-* Liger's rotary embedding works in place if the heads of a token are neighbours in memory, as they are here. So each
-  call rotates its inputs further, and reads and writes as many bytes as the others.
+* PyTorch's associative_scan is no public function yet. torch.compile makes its kernel with dynamic=False, because it
+  has none for dynamic shapes. Its own backward needs memory for the square of the length, so that the gradients are
+  those of examples/recurrent_text.py, with two more kernels.
+* Liger's rotary embedding works in place if the heads of a token are adjacent in memory, as they are here. Each call
+  rotates its inputs further, but reads and writes as many bytes as the other libraries.
 """
 
 import functools
@@ -38,7 +38,7 @@ LIBRARIES = {
 
 @functools.cache
 def _of(path: str) -> Any:
-    """What a path names: module.attribute. It is imported when a peer is called, because a library may be absent."""
+    """Imports what a path module.attribute names, when a peer is called, because a library may be absent."""
     module, name = path.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)
 
@@ -52,25 +52,25 @@ def _apex(name: str, *arguments: Any) -> Any:
 
 
 def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    if a.dtype.itemsize == 2:  # which leaves the GPU unusable for all that follows
+    if a.dtype.itemsize == 2:  # an error would leave the GPU unusable for all later calls
         raise NotImplementedError("an illegal memory access, in half types of 8192 steps")
     states: Tensor = _of("accelerated_scan.warp.scan")(a[None], b[None])[0]
     return states
 
 
 def _associative_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    extra = 0 if dim == 0 else -1  # it scans the middle dimension of three
+    extra = 0 if dim == 0 else -1  # scans the middle dimension of three
     scan = _of("examples.recurrent_text.AssociativeScan").apply
     states: Tensor = scan(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
     return states
 
 
 def _eps(eps: float | None) -> float:
-    """The default eps of rms_norm for float32 and the half types."""
+    """Returns the default eps of rms_norm for float32 and the half types."""
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
-# Each is called with the op's arguments, in their order.
+# Each peer is called with the op's arguments, in their order.
 PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {
         "liger": lambda x, shape, weight, bias, eps=1e-5: _liger(
@@ -120,7 +120,7 @@ FORWARD_ALONE = ("c_loop",)
 
 
 def versions(device: str) -> dict[str, str | None]:
-    """The version of each library; None if it cannot be imported here."""
+    """Returns the version of each library, or None if it cannot be imported here."""
     if device == "cpu":
         return {"c_loop": "-O3"}
     found: dict[str, str | None] = {}
@@ -134,7 +134,7 @@ def versions(device: str) -> dict[str, str | None]:
 
 
 def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of the tensors in float32, with results in the first one's type."""
+    """Wraps a function to run on float32 tensors and to return results in the dtype of the first one."""
 
     def widen(one: Any) -> Any:
         return one.float() if isinstance(one, Tensor) and one.is_floating_point() else one

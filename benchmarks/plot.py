@@ -20,7 +20,7 @@ from benchmarks import results
 from extension_cpp.__main__ import Parser
 from tests.opspec import timed_specs
 
-# Okabe and Ito's colours, which the colour-blind can tell apart. Markers do the same in print.
+# Okabe and Ito's colours, which colour-blind people can tell apart. Markers tell them apart in print.
 LOOKS = {
     "ours": ("#0072B2", "o"),
     "eager": ("#E69F00", "s"),
@@ -92,7 +92,7 @@ def against(
     y: Callable[[results.Row, str], float],
     log: bool,
 ) -> None:
-    """Draws y(row, contender) over x(row). The copy is the limit."""
+    """Draws y(row, contender) over x(row), with the copy as the limit."""
     rows = sorted(rows, key=x)
     axes.plot([x(row) for row in rows], [y(row, "copy") for row in rows], **LIMIT, label="copy")
     for name in results.names(rows):
@@ -122,7 +122,7 @@ def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_labe
             one.grid(alpha=0.3)
             if op == ops[-1]:
                 one.set_xlabel(x_label, fontsize=9)
-        for one in pair:  # after both panels: they share limits, and a limit that is set does not follow later data
+        for one in pair:  # after both panels, which share limits: a limit that is set does not follow later data
             if one.get_yscale() == "linear":
                 one.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
@@ -147,7 +147,7 @@ def widths(rows: list[results.Row], title: str) -> Figure | None:
 
 
 def flat(rows: list[results.Row], title: str) -> Figure | None:
-    """Draws the ops for which the width makes no difference, in one panel."""
+    """Draws the ops whose time does not depend on the width, in one panel."""
     large = [row for row in rows if results.sizes(row) == "large"]
     chosen = [group[0] for group in passes_of(large).values() if len(group) == 1]
     if not chosen:
@@ -189,12 +189,12 @@ def threads(rows: list[results.Row], title: str) -> Figure | None:
 
 
 def gigabytes(row: results.Row, name: str) -> float:
-    """Bytes per second, counting the bytes that the op must move."""
+    """Returns the bandwidth in gigabytes per second, counting the bytes that the op must move."""
     return row["copy_gb_s"] * (1 if name == "copy" else row["percent_of_copy"][name] / 100)
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
-    """Arithmetic operations and moved elements per element of x, for each op and pass whose spec counts them."""
+    """Returns operations and moved elements per element of x, for each op and pass whose spec counts them."""
     found = {}
     for spec in timed_specs():
         for i, step in enumerate(("forward", "backward")):
@@ -205,7 +205,7 @@ def operations() -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
-    """Names the rows of each x, in rising order, side by side above the axes, and joins each to its x by a line."""
+    """Writes the names of the rows of each x, in rising order, above the axes, and connects them to x by a line."""
     low, high = (math.log(end) for end in axes.get_xlim())
     at_x, place = axes.get_xaxis_transform(), 0.0  # as a share of the width
     arrow = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0), "shrinkB": 0}
@@ -218,7 +218,7 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
 
 
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
-    """Operations per second over operations per byte: large tensors, each op at its best width, the copy as roof."""
+    """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
     counted = operations()
     large = passes_of([row for row in rows if results.sizes(row) == "large"])
     chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
@@ -261,7 +261,7 @@ PICTURES = {
 
 
 def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str, Figure]]:
-    """The names and figures of all pictures for which the file has rows."""
+    """Yields the names and figures of all pictures for which the file has rows."""
     found = results.read(path)
     found["rows"] = [row for row in found["rows"] if ops is None or row["op"] in ops]
     about = found["machine"]
@@ -278,7 +278,7 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
 
 
 def svg(figure: Figure, description: str | None = None) -> str:
-    """The figure as text. It has no date and no random names, so the same figure gives the same text."""
+    """Returns the figure as text. It has no date and no random names, so that a figure always gives the same text."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Description": description})
@@ -286,7 +286,7 @@ def svg(figure: Figure, description: str | None = None) -> str:
 
 
 def published(name: str) -> str:
-    """The picture as text. Its description is the digest of its rows, by which a test finds a stale picture."""
+    """Returns the picture as text. Its description is the digest of its rows, by which a test finds a stale picture."""
     source, ops, picture = PUBLISHED[name]
     figure = dict(pictures(ROOT / source, ops))[picture]
     rows = [row for row in results.read(ROOT / source)["rows"] if ops is None or row["op"] in ops]

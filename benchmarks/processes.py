@@ -1,10 +1,10 @@
 """Times the training step of examples/train_text.py on one process and on several, with the same batch in all.
 
-On GPUs each process has one, and the model has 870 million parameters, enough to keep a GPU busy. A step is the
-example's: compiled, under bfloat16 autocast, some forwards and backwards, one exchange of gradients, AdamW.
+On GPUs each process has one GPU, and the model has 870 million parameters, enough to keep a GPU busy. A step is that of
+the example: compiled, under bfloat16 autocast, some forwards and backwards, one exchange of gradients, AdamW.
 
-The loss and the gradients of the first step are judged beside plain PyTorch in float32 on one process. One that is
-wrong ends the program.
+The first step's loss and gradients are compared with plain PyTorch in float32 on one process. A wrong one ends the
+program.
 """
 
 import json
@@ -33,7 +33,7 @@ WARM_UP = 3
 
 
 def exact(text: train_text.Text, settings: train_text.Settings) -> dict[str, torch.Tensor]:
-    """The loss and the gradients of the first step in float32, one sequence at a time, which needs little memory."""
+    """Returns the float32 loss and gradients of the first step, computed for one sequence at a time to save memory."""
     training = train_text.Training("torch", text, settings, compiled=False)
     total = torch.zeros((), device=settings.device)
     for part in range(settings.accumulate):
@@ -46,7 +46,7 @@ def exact(text: train_text.Text, settings: train_text.Settings) -> dict[str, tor
 
 
 def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dict[str, gradients.Error]:
-    """The errors of the first step, which leaves no gradients."""
+    """Returns the errors of the first step's loss and gradients, and clears the gradients."""
     loss = training.mean(training.backward(0))
     found: dict[str, torch.Tensor | None] = {"loss": torch.tensor(loss, device=training.settings.device)}
     for name, parameter in training.model.named_parameters():
@@ -57,14 +57,14 @@ def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dic
 
 
 def times(device: str, parallel: str | None, rounds: int, which: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The seconds and the loss of each step, and the errors of the first gradients, for each of --ops."""
+    """Returns the seconds and the loss of each step, and the errors of the first gradients, for each of --ops."""
     text = train_text.Text.of(train_text.read_text(None), SIZES[device]["context"])
     settings = train_text.Settings(device, WARM_UP + rounds, text.digest, **SIZES[device])
     path = folder / "exact.pt"
-    if not path.exists():  # written by the one process that comes first
+    if not path.exists():  # the single process, which comes first, writes the file
         torch.save(exact(text, settings), path)
     found = {}
-    for ops in which:  # one after the other: two models of this size do not fit on a GPU
+    for ops in which:  # one after the other, because two models of this size do not fit on a GPU
         training = train_text.Training(ops, text, settings, compiled=True, parallel=parallel)
         truth = torch.load(path, map_location=device)
         first = {name: asdict(error) for name, error in errors(training, truth).items()}
@@ -95,7 +95,7 @@ def process(
 
 
 def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
-    """Ends the program if a loss or a gradient is wrong. `beside`: the errors of the first ones on one process."""
+    """Ends the program if a loss or a gradient is wrong. `beside` are the errors of one process."""
     for ops, figure in figures.items():
         first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
         if not beside:
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = f"{parallel or 'alone'} {count}"
             check(place, figures, beside)
             rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]
-            results.write(options.path, found)  # these figures remain if the next ones fail
+            results.write(options.path, found)  # keeps these figures if the next ones fail
     finish(options.path, found, table.processes)
     return 0
 

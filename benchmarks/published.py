@@ -1,5 +1,5 @@
-"""The tables of figures in the documents, each from results files: what `make docs` writes between its markers, and the
-page of all tables, which `make site` writes."""
+"""Makes the tables of figures in the documents from results files. `make docs` writes them between markers, and `make
+site` writes the page of all tables."""
 
 import csv
 import statistics
@@ -10,13 +10,12 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.table import MARK, are_older, markdown, runs, table
 
-# The lines of the summaries in docs/performance.md: the rows of an op at some widths. A goal stands for float32 and
-# bfloat16.
+# The summaries in docs/performance.md: the rows of an op at some widths. A goal stands for float32 and bfloat16.
 LINES = list(csv.DictReader(Path(__file__).with_name("summaries.csv").read_text().splitlines()))
 
 
 def read(stem: str) -> tuple[list[results.Row], str]:
-    """The rows of large tensors of a file, on most of its threads, and the device."""
+    """Returns the rows of large tensors of a file, with the largest number of threads, and the device."""
     found = results.read(results.PUBLISHED / f"{stem}.json")
     rows = [row for row in found["rows"] if results.sizes(row) == "large"]
     most = max(row.get("threads", 0) for row in rows)
@@ -24,7 +23,7 @@ def read(stem: str) -> tuple[list[results.Row], str]:
 
 
 def best_peer(row: results.Row) -> list[float]:
-    """None where each peer is wrong or raised."""
+    """Returns the percent of copy of the best peer, or nothing if every peer is wrong or raised."""
     return sorted(percent for name, percent in row["percent_of_copy"].items() if name != "ours")[-1:]
 
 
@@ -38,7 +37,7 @@ def span(values: list[float]) -> str:
 
 
 def cell(rows: list[results.Row], step: str, figure: Callable[[results.Row], list[float]]) -> str:
-    """The figures in float32 and in bfloat16."""
+    """Returns a cell with the figures in float32 and in bfloat16."""
     same = [row for row in rows if row["pass"] == step]
     dtypes = ("float32", "bfloat16")
     kinds = [[percent for row in same if row["dtype"] == dtype for percent in figure(row)] for dtype in dtypes]
@@ -46,7 +45,7 @@ def cell(rows: list[results.Row], step: str, figure: Callable[[results.Row], lis
 
 
 def sourced(lines: list[str], *sources: str) -> str:
-    """A table, and behind it the files and runs that it is from."""
+    """Returns a table, followed by the files and runs of its figures."""
     return "\n".join([*lines, "", "; ".join(sources) + "."]) + "\n"
 
 
@@ -55,7 +54,7 @@ def source(stem: str, rows: Sequence[results.Row], device: str) -> str:
 
 
 def summary(name: str) -> str:
-    """Percent of copy, ours and the best peer's."""
+    """Returns the table with percent of copy of our ops and of the best peers."""
     lines = [line for line in LINES if line["table"] == name]
     rows, device = read(lines[0]["file"])
     widths = [list(map(int, line["widths"].split())) for line in lines]
@@ -83,7 +82,7 @@ OVERVIEW_FILES = ("h100", "h100-gates", "h100-losses")
 
 
 def overview() -> str:
-    """Percent of copy in bfloat16: one line per op, ours and the best other, the winner in bold."""
+    """Returns the percent of copy in bfloat16: one line per op, ours and the best other, the winner in bold."""
     lines, said = {}, []
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)
@@ -105,7 +104,7 @@ def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
 
 
 def training(model: str) -> str:
-    """A step of a model as it is, compiled at its best, and converted without compiling."""
+    """Describes a step of a model unchanged, compiled at its best, and converted without compiling."""
     found = results.read(results.PUBLISHED / "models-h100.json", ("model", "way", "seconds"))
     rows = {row["way"]: row for row in found["rows"] if row["model"] == model}
     best = "stock compiled, no mask" if "stock compiled, no mask" in rows else "stock compiled"
@@ -120,7 +119,7 @@ def training(model: str) -> str:
 
 
 def host_ratios() -> str:
-    """What a call of layer_norm costs beside PyTorch's."""
+    """Returns the cost of a call of layer_norm, relative to PyTorch's."""
     both, plain = "forward and backward", "torch.library.register_autograd"
     lines = {
         "forward without gradients (goal 1.0)": ("native", "forward, no_grad"),
@@ -140,7 +139,7 @@ def host_ratios() -> str:
 
 
 def curves(stem: str, beside: str) -> str:
-    """Loss curves: how far each is from that of `beside`, and the milliseconds of a step where they were kept."""
+    """Makes a table of loss curves: each distance from the curve `beside`, and the milliseconds of a step if known."""
     with (results.PUBLISHED / f"{stem}.csv").open() as file:
         columns = {name: [value for value in values if value] for name, *values in csv.reader(file)}
     body = []
@@ -164,13 +163,13 @@ def whole(stem: str) -> str:
 
 
 CURVES = ("train-text-cpu", "train-text-h100", "recurrent-text-cpu", "recurrent-text-h100")
-# Files whose whole table stands on a page of the repository.
+# Files whose whole table is on a page of the repository.
 WHOLE = {
     "docs/performance_training.md": ("models-h100", "linear-loss-h100"),
     "docs/scan.md": ("scan-steps-h100",),
     "docs/distributed.md": ("processes-h100", "processes-h100-65536-bytes"),
 }
-# The files whose tables only the site has, by the heading above them.
+# Files whose tables are only on the site, by the heading above them.
 ON_THE_SITE = {
     "GPU": ("h100", "h200", "h100-losses", "h100-strips", "h100-gates", "h100-scans"),
     "CPU": ("cpu", "cpu-xeon", "cpu-plain-malloc", "cpu-gates", "cpu-scans"),
@@ -179,7 +178,7 @@ ON_THE_SITE = {
 
 
 def site_page() -> str:
-    """The page of the tables in ON_THE_SITE."""
+    """Returns the page of the tables in ON_THE_SITE."""
     parts = [
         "# Tables of the published runs",
         "Percent of copy, unless a column is in microseconds: [performance](performance.md) says what that is and how "
@@ -191,7 +190,7 @@ def site_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# The page, the name in its markers, and what stands between them.
+# The page, the name in its markers, and the function that makes the text between them.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "speed", overview),
     ("README.md", "training", partial(training, "llama-3.2-1b")),

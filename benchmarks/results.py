@@ -1,4 +1,4 @@
-"""A results file: one machine, its settings, and one row per measurement. An interrupted run continues its file.
+"""Reads and writes results files: one machine, its settings, one row per measurement. A later run continues a file.
 
 Each row has the number of the run that measured it, the commit of that run and a digest of the op's kernels."""
 
@@ -40,12 +40,12 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
-    """The machine, the settings of a run, and the versions of what it compares."""
+    """Returns the machine, the settings of a run, and the versions of what it compares."""
     return machine(device) | settings | {"versions": versions() | (libraries or {})}
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """The machine, the settings and the commits of a file in one line."""
+    """Returns the machine, the settings and the commits of a file in one line."""
     about = found["machine"]
     facts = [about["device"], f"{about['threads']} CPU threads"]
     facts += [f"{name} {about[name]}" for name in ("torch", "python", "rounds") if about.get(name)]
@@ -62,8 +62,8 @@ def _cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, with -dirty if tracked files other than figures and documents have changed since;
-    None if git does not know it."""
+    """Returns the commit of the source tree, with -dirty if tracked files other than figures and documents have changed
+    since, or None if git does not know it."""
     git = ["git", "-C", str(ROOT)]
     tracked = ["--untracked-files=no", "--", ".", ":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)*.md"]
     try:
@@ -79,7 +79,7 @@ def is_clean(known: str | None) -> bool:
 
 
 def is_older(row: Row, device: str) -> bool:
-    """Whether the kernels that a row timed have changed since, or are not known."""
+    """Returns whether the kernels that a row timed have changed since, or are not known."""
     try:
         return bool(row["kernel"] != kernels.digest(tuple(row["of"]), device))
     except LookupError:  # an op that is gone
@@ -87,11 +87,11 @@ def is_older(row: Row, device: str) -> bool:
 
 
 def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
-    """The next run of a file that has these rows: a function that tells where a row that timed some ops comes from."""
+    """Starts the next run of a file that has these rows. Returns a function that makes the origin of a row."""
     number, known = 1 + max((row["run"] for row in rows), default=0), commit()
 
     def of(*ops: str) -> Row:
-        """The columns for the row. The kernels of a tree with changes are not known."""
+        """Returns the run, commit, ops and kernels of a row. The kernels of a tree with changes are not known."""
         kernel = kernels.digest(ops, device) if is_clean(known) else None
         return {"run": number, "commit": known, "of": list(ops), "kernel": kernel}
 
@@ -105,7 +105,7 @@ def versions() -> dict[str, str | None]:
         compiler = triton.__version__
     except ImportError:
         compiler = None
-    ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of one version
+    ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of the same version
     return {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda}
 
 
@@ -123,7 +123,7 @@ def read(path: Path, columns: Iterable[str] = ("op", "pass", "percent_of_copy"))
 
 
 def rounded(value: Any) -> Any:
-    """The value with its numbers rounded to six digits."""
+    """Returns the value with its numbers rounded to six digits."""
     if isinstance(value, dict):
         return {name: rounded(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -143,7 +143,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def key(row: Row, about: dict[str, Any]) -> Key:
-    """What was measured. Rows with one key are the same work on the same number of threads, for one picture."""
+    """Returns what was measured. Rows with the same key are the same work with the same number of threads."""
     work = row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]
     return *work, row.get("threads", about["threads"]), sizes(row)
 
@@ -153,21 +153,21 @@ def sizes(row: Row) -> str:
 
 
 def names(rows: list[Row]) -> list[str]:
-    """The contenders in their order, without the copy."""
+    """Returns the contenders in their order, without the copy."""
     found = {name: None for row in rows for name in (*row["seconds"], *row.get("failed", {})) if name != "copy"}
     return list(found)
 
 
 def other(rows: list[Row], key: str) -> list[Row]:
-    """The rows that have these figures, which take the place of `seconds`."""
+    """Returns the rows that have these figures, with the figures as `seconds`."""
     return [row | {"seconds": row[key]} for row in rows if key in row]
 
 
 def continued(
     path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass"), anew: bool = False
 ) -> dict[str, Any]:
-    """The results in the file, under this run's description. Refuses a file from another machine or other settings.
-    None `anew`, or if there is no file."""
+    """Returns the results in the file, with this run's description. Refuses a file from another machine or other
+    settings. With `anew`, or if there is no file, the results are empty."""
     if anew or not path.exists():
         return {"machine": about, "rows": []}
     found = read(path, columns)

@@ -1,8 +1,8 @@
 """Times every op's forward and backward beside eager PyTorch, torch.compile, other libraries and a copy of memory.
 
-The rows come from the tests' specs, so a new op is measured without further code. An op's floor is the bytes of every
-input, read once, and of every output, written once. A figure is the floor divided by the time, in percent of the copy's
-bandwidth. It can pass 100 with streaming stores, and for ops that write less than they read.
+The rows come from the tests' specs, so that a new op is measured without further code. An op's floor is the bytes of
+every input, read once, and of every output, written once. A figure is the floor divided by the time, in percent of the
+copy's bandwidth. A figure can exceed 100 with streaming stores, and for ops that write less than they read.
 """
 
 import argparse
@@ -33,8 +33,9 @@ SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Half types with float32 weights. The weights are the inputs of one dimension.
 MIXED = ("bfloat16+float32", "float16+float32")
-SLOW = 100  # times a copy: such a call is timed once, and not round after round
-# By default glibc returns large blocks to the kernel, and every call pays for page faults, as a user's calls do.
+SLOW = 100  # times a copy: a slower call is timed once, and not in every round
+# Keeps large blocks in the process. By default glibc returns them to the operating system, and every call pays for page
+# faults, as a user's calls do (--plain-malloc).
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -45,12 +46,12 @@ class Case:
     rows: int
     cols: int
     backward: bool
-    threads: int | None  # the CPU's; None: on a GPU
+    threads: int | None  # number of CPU threads; None on a GPU
     sizes: str
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of x, and the dtype of the weights."""
+        """Returns the dtype of x and the dtype of the weights."""
         x, _, weights = self.dtype.partition("+")
         return DTYPES[x], DTYPES[weights or x]
 
@@ -59,7 +60,8 @@ class Case:
         return "backward" if self.backward else "forward"
 
     def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as users call it: PyTorch's layer_norm takes no float32 weights with half inputs on a GPU."""
+        """Returns the function as users call it: on a GPU, PyTorch's layer_norm takes no float32 weights with half
+        inputs."""
         return peers.in_float32(function) if self.dtype in MIXED and self.threads is None else function
 
     def floor_bytes(self) -> float:
@@ -67,12 +69,12 @@ class Case:
         return elements * self.rows * self.cols * self.types[0].itemsize
 
     def copied_bytes(self) -> float:
-        """The bytes that the copy reads and writes: of one large tensor, or else as many as the floor has."""
+        """Returns the bytes that the copy reads and writes: those of one large tensor, or for other sizes the floor."""
         one = 2 * self.rows * self.cols * self.types[0].itemsize
         return one if self.sizes == "large" else self.floor_bytes()
 
     def head(self) -> results.Row:
-        """The row before its figures are measured."""
+        """Returns the row before its figures are measured."""
         row = {"op": self.spec.name, "pass": self.step, "dtype": self.dtype, "rows": self.rows, "cols": self.cols}
         return row | ({} if self.threads is None else {"threads": self.threads}) | {"sizes": self.sizes}
 
@@ -81,7 +83,7 @@ class Case:
 
 
 def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
-    """An op, and its only width if there is one behind a colon."""
+    """Parses an op, and its only width if a width follows after a colon."""
     name, _, width = text.partition(":")
     if name not in names:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r}")
@@ -89,7 +91,7 @@ def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
 
 
 def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtypes: Sequence[str]) -> None:
-    """The options that say which cases are timed, of these ops and dtypes."""
+    """Adds the options that choose the timed cases, of these ops and dtypes."""
     steps = ["forward", "backward"]
     weights = "; behind the + that of a norm's weights" if {*MIXED} & {*dtypes} else ""
     several: dict[str, Any] = {"nargs": "+"}
@@ -184,8 +186,8 @@ def make_sample(case: Case, device: str, rows: int) -> Sample:
 def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) -> dict[str, Callable[..., Any]]:
     stock = case.eager(case.spec.bench.stock or case.spec.reference)
     functions = {"ours": case.spec.function, "eager": stock}
-    torch._dynamo.reset()  # else what was compiled for other shapes would become dynamic
-    is_loop = case.spec.by_hand is not None and case.spec.bench.stock is None  # which torch.compile would unroll
+    torch._dynamo.reset()  # otherwise code compiled for other shapes would become dynamic
+    is_loop = case.spec.by_hand is not None and case.spec.bench.stock is None  # torch.compile would unroll the loop
     if not options.no_compile and not is_loop:
         functions["compile"] = torch.compile(stock, dynamic=False)  # for the timed shape alone, as at a first call
     known = peers.PEERS.get(case.spec.name, {})
@@ -202,9 +204,9 @@ def without_masks(sample: Sample) -> Sample:
 def prepare(
     case: Case, options: argparse.Namespace, libraries: list[str]
 ) -> tuple[dict[str, Callable[[], object]], Judge, dict[str, str]]:
-    """The calls to time, the copy first; their judge; and the errors of the contenders that are left out.
+    """Returns the calls to time, with the copy first, their judge, and the errors of the contenders that are left out.
 
-    Contenders with masks of their own cannot be judged in the calls that are timed. They are judged without dropout.
+    Contenders that draw their own masks cannot be judged in the calls that are timed. They are judged without dropout.
     """
     torch.manual_seed(options.seed)
     sample, other = (make_sample(case, options.device, case.rows) for _ in range(2))
@@ -250,7 +252,7 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
     if case.threads is not None:
         torch.set_num_threads(case.threads)
-        torch._inductor.config.cpp.threads = case.threads  # else cached code for another number would run
+        torch._inductor.config.cpp.threads = case.threads  # otherwise cached code for another number would run
     calls, judge, failed = prepare(case, options, libraries)
     spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
     slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
@@ -272,7 +274,7 @@ def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> re
 
 
 def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """Times of the kernels alone, replayed as a CUDA graph. A contender that cannot be captured is missing."""
+    """Returns times of the kernels alone, replayed as a CUDA graph. Contenders that cannot be captured are left out."""
     graphs = {}
     for name, call in calls.items():
         with contextlib.suppress(RuntimeError):
@@ -312,13 +314,13 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
 
 
 def microseconds(row: results.Row, name: str) -> str:
-    """The median. The report also shows the range from 10 to 90 %, which the file has."""
+    """Returns the median. The file also has the range from 10 to 90 %, which the report shows."""
     median = 1e6 * row["seconds"].get(name, {"median": 0.0})["median"]
     return f"{median:.{0 if median >= 100 else 1}f}"
 
 
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The machine and the settings, and the installed peers."""
+    """Returns the machine with the settings, and the installed peers."""
     libraries = peers.versions(options.device)
     settings = {name: getattr(options, name) for name in ("mib", "plain_malloc", "rounds", "seed")}
     about = results.about(options.device, libraries, threads=max(options.threads), **settings)
@@ -328,7 +330,7 @@ def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def measure_all(
     console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
 ) -> Iterator[results.Row]:
-    """The new rows. The file is written after each."""
+    """Measures the cases that are left, and yields the new rows. The file is written after each row."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
     origin = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.
@@ -348,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.device == "cpu" and not options.plain_malloc and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEP_MEMORY})
-    torch._functorch.config.donated_buffer = False  # backward is called many times for one forward
+    torch._functorch.config.donated_buffer = False  # one forward is followed by many backward calls
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
     path = options.path

@@ -1,4 +1,4 @@
-"""The markdown table of a results file: python -m benchmarks.table benchmarks/results/h100.json"""
+"""Prints the markdown table of a results file: python -m benchmarks.table benchmarks/results/h100.json"""
 
 import math
 import statistics
@@ -13,13 +13,12 @@ from rich.console import Console
 from benchmarks import results
 
 Cells = Callable[[results.Row, list[str]], list[str]]
-Seconds = dict[str, float] | list[float]  # median, low and high, or those of each step
-Figure = Callable[..., str]  # median or spread
+Seconds = dict[str, float] | list[float]  # median, low and high, or the seconds of each step
+Figure = Callable[..., str]  # the function median or spread
 Table = tuple[list[str], list[list[str]]]  # the head and the lines
-OLDER = "older kernels"  # they have changed since, or the tree had changes that no commit has
+OLDER = "older kernels"  # the kernels have changed since, or were timed with uncommitted changes
 MARK = " \u2020"
-# What host.py times, from the outside in. "by hand" is the leanest that Python's autograd can be: it serves one op on
-# one device.
+# What host.py times, from the outside in. "by hand" is the leanest way with Python's autograd, for one op.
 WAYS = {
     "native": "torch.nn.functional.layer_norm",
     "native operator": "torch.ops.aten.native_layer_norm.default",
@@ -33,7 +32,7 @@ WAYS = {
 
 
 def table(path: Path) -> str:
-    """The rows of a file, after a line that says the machine and the runs."""
+    """Returns the rows of a file as text, after a line with the machine and the runs."""
     for kind, (columns, make) in KINDS.items():
         if path.stem.startswith(kind):
             found = results.read(path, columns)
@@ -61,7 +60,7 @@ def heading(found: dict[str, Any]) -> str:
 
 
 def runs(rows: Sequence[results.Row], device: str) -> str:
-    """The runs of these rows and their commits, and whether all of them or those that are marked are older."""
+    """Names the runs of these rows and their commits, and says whether all rows or the marked ones are older."""
     commits = {row["run"]: row["commit"] for row in rows}
     said = f"run{'s' * (len(commits) > 1)} " + ", ".join(f"{number} ({commits[number]})" for number in sorted(commits))
     older = are_older(rows, device)
@@ -78,26 +77,26 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def median(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
-    """The median in milliseconds."""
+    """Returns the median in milliseconds."""
     middle = statistics.median(seconds) if isinstance(seconds, list) else seconds["median"]
     return f"{scale * middle:.{digits}f}"
 
 
 def spread(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
-    """The median, and the range from 10 to 90 % or, of a list, from the least to the most."""
+    """Returns the median with the range from 10 to 90 % or, for a list, from the smallest to the largest number."""
     ends = (min(seconds), max(seconds)) if isinstance(seconds, list) else (seconds["low"], seconds["high"])
     low, high = (f"{scale * end:.{digits}f}" for end in ends)
     return f"{median(seconds, scale, digits)} ({low} to {high})"
 
 
 def number(value: float, digits: int) -> str:
-    """The number, or nothing for NaN: it was not measured on this device."""
+    """Returns the number as text, or "" for NaN, which means that it was not measured on this device."""
     return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def models(rows: list[results.Row], time: Figure = median) -> Table:
-    """Whole models, with ratios to the stock model under torch.compile of the same run. A figure that no row has, has
-    no column."""
+    """Makes the table of whole models, with ratios to the stock model under torch.compile of the same run. A figure
+    that no row has gets no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
     body = []
     for row in rows:
@@ -118,13 +117,13 @@ def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
     (products,) = (row["seconds"]["median"] for row in rows if row["way"] == "products")
     body = []
     for row in rows:
-        ratio, extra = row["seconds"]["median"] / products, row.get("extra_bytes", math.nan)  # only of a GPU
+        ratio, extra = row["seconds"]["median"] / products, row.get("extra_bytes", math.nan)  # only measured on a GPU
         body.append([row["way"], time(row["seconds"]), f"{ratio:.2f}", number(extra / 1e9, 2)])
     return ["", "ms", "beside the products", "GB beyond inputs and gradients"], body
 
 
 def processes(rows: list[results.Row], time: Figure = median) -> Table:
-    """Milliseconds, and the speed-up over one process."""
+    """Makes a table of milliseconds, with the speed-up over one process."""
     found = {(row["place"], row["ops"]): row["seconds"] for row in rows}
     places, which = (list(dict.fromkeys(row[name] for row in rows)) for name in ("place", "ops"))
     body = []
@@ -138,7 +137,8 @@ def processes(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
-    """Milliseconds and percent of copy, with one column per shape; errors and repeatability of the widest rows."""
+    """Makes a table of milliseconds and percent of copy per shape, and of errors and repeatability of the widest
+    rows."""
     shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in rows))
     body = []
     for step in dict.fromkeys(row["step"] for row in rows):
@@ -156,7 +156,7 @@ def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def host(rows: list[results.Row], time: Figure = median) -> Table:
-    """Microseconds: one line for each way, its description, and its figure in each pass if it was timed there."""
+    """Makes a table of microseconds, with one line for each way: its description, and its figure in each pass."""
     passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
     found = {(row["way"], row["pass"]): time(row["seconds"], scale=1e6) for row in rows}
     body = [[way, WAYS[way], *(found.get((way, name), "") for name in passes)] for way in WAYS if way in ways]
@@ -164,7 +164,7 @@ def host(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def host_ops(rows: list[results.Row], time: Figure = median) -> Table:
-    """Microseconds: one line for each op; in each pass both ways and their ratio."""
+    """Makes a table of microseconds, with one line for each op, and in each pass both ways and their ratio."""
     passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
     found = {(row["op"], row["pass"], row["way"]): row["seconds"] for row in rows}
     body = []
@@ -188,8 +188,8 @@ def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> Non
     Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(printed, f"The figures are in {path}.")
 
 
-# How to print files that another command than `python -m benchmarks` writes, by the beginning of the file's name: the
-# columns of a row, and the function that makes the table.
+# How to print files of other commands than `python -m benchmarks`, by the beginning of the file's name: the columns of
+# a row, and the function that makes the table.
 KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
     "host-ops-": (("op", "way", "pass", "seconds"), host_ops),
     "host-": (("way", "pass", "seconds"), host),
@@ -212,7 +212,7 @@ def _in_order(rows: list[results.Row]) -> list[results.Row]:
 
 
 def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
-    """Threads and runs have a column if they differ."""
+    """Makes a table. Threads and runs have a column if they differ between rows."""
     names = results.names(rows)
     body = [cells_of(row, names) for row in rows]
     marks = are_older(rows, "NVIDIA" if "threads" not in rows[0] else "")
@@ -239,7 +239,7 @@ def _microseconds(row: results.Row, names: list[str]) -> list[str]:
 
 
 def cell(row: results.Row, name: str, figure: str) -> str:
-    """The cell of a contender. It is empty if the contender was not measured."""
+    """Returns the cell of a contender, which is empty if the contender was not measured."""
     if name in row.get("failed", {}):
         return "wrong" if row["failed"][name].startswith("wrong") else "raised"
     return figure if name in row["seconds"] else ""

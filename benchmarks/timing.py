@@ -1,4 +1,4 @@
-"""Timing one call fairly: contenders take turns, each figure is a median, the copy is measured in the same turns."""
+"""Times calls fairly: contenders take turns, each figure is a median, and a copy is measured in the same turns."""
 
 import argparse
 import functools
@@ -17,7 +17,7 @@ Time = dict[str, float]  # seconds of one call: the median, and low and high, th
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Replays the call's kernels as a CUDA graph, which leaves out all work of the host: Python and allocation, too.
+    """Replays the call's kernels as a CUDA graph, without the host's work in Python and in allocation.
 
     The current stream must not be the default one, and a backward's forward must have run on it.
     """
@@ -34,11 +34,11 @@ class Judge(Protocol):
         """Writes other numbers into the inputs, so that a result kept from an earlier call is wrong."""
 
     def judge(self, name: str, result: Any) -> None:
-        """Keeps what is wrong with the result of the call of this name."""
+        """Records what is wrong with the result of the call of this name."""
 
 
 def _judged(once: Callable[..., float], name: str, call: Callable[[], object], judge: Judge) -> float:
-    """The seconds of a call, whose result is judged."""
+    """Returns the seconds of a call, whose result is judged."""
     judge.renew()
     results: list[object] = []
     spent = once(lambda: results.append(call()))
@@ -55,9 +55,9 @@ def take_turns(
     judge: Judge | None = None,
 ) -> dict[str, Time]:
     """Times every call once per round, after two rounds that do not count. `ready` gets the call's name before each
-    call and is not timed. The last timed call of each is judged.
+    call and is not timed. The last timed call of each contender is judged.
 
-    On a GPU the time begins with the call's first kernel. Without `ahead` it begins with the call, and so includes the
+    On a GPU the time begins with the call's first kernel. Without `ahead` it begins with the call, and includes the
     device's wait for the host.
     """
     once = functools.partial(once_cuda, ahead=ahead) if device == "cuda" else once_cpu
@@ -80,13 +80,13 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
 
 
 def single(name: str, call: Callable[[], object], device: str, judge: Judge) -> Time:
-    """The time of one call, which is judged: for a contender too slow to take turns."""
+    """Returns the time of a single judged call, for a contender too slow to take turns."""
     seconds = _judged(functools.partial(seconds_of, device=device), name, call, judge)
     return dict.fromkeys(("median", "low", "high"), seconds)
 
 
 class BenchmarkParser(Parser):
-    """The options that all benchmarks have: the device, the rounds and the file for the figures."""
+    """Parses the options that all benchmarks have: the device, the rounds and the file for the figures."""
 
     def __init__(
         self, command: str, about: str | None, file: str, rounds: int, what: str = "calls", device: str | None = None
@@ -103,7 +103,7 @@ class BenchmarkParser(Parser):
         self.add_argument(self.option, dest="path", type=Path, help=f"where to write the figures (default: {file})")
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Refuses an impossible --rounds or --device, and to publish figures of a tree that no commit has."""
+        """Refuses an impossible --rounds or --device, and to publish figures of uncommitted changes."""
         options = self.parse_args(arguments)
         if options.rounds < 9:
             self.error("argument --rounds: the spread from 10 to 90 % takes at least 9")

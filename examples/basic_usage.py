@@ -1,4 +1,4 @@
-"""Forward, backward, a trained model and a timing: `python -m examples.basic_usage` in the root of a checkout."""
+"""Shows forward, backward, training and timing: `python -m examples.basic_usage` in the root of a checkout."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ ROWS, FEATURES, SCALE = 1024, 2048, 0.5
 
 
 def show_gradients(device: str) -> None:
-    """Each gradient has the shape of its tensor. The gradient of bias is summed over the rows."""
+    """Shows that each gradient has the shape of its tensor. The gradient of bias is summed over the rows."""
     x = torch.randn(ROWS, FEATURES, device=device, requires_grad=True)
     bias = torch.randn(FEATURES, device=device, requires_grad=True)
     y = extension_cpp.scale_bias_relu(x, bias, SCALE)
@@ -41,7 +41,7 @@ def train(device: str, steps: int = 200) -> list[float]:
 
 
 def time(device: str) -> dict[str, float]:
-    """Microseconds per forward call, for our op and for PyTorch."""
+    """Returns the microseconds of a forward call, for our op and for PyTorch."""
     x, bias = torch.randn(ROWS, FEATURES, device=device), torch.randn(FEATURES, device=device)
 
     def ours() -> Tensor:

@@ -1,10 +1,10 @@
 """Trains a small recurrent language model on text, byte by byte: python examples/recurrent_text.py --help
 
-A minGRU (Feng et al. 2024, Were RNNs All We Needed?, arXiv:2410.01201): its gates depend on the input alone, so the
-state is a linear recurrence, h[t] = (1 - z[t]) * h[t - 1] + z[t] * candidate[t]. The model can run with three
-recurrences: this package's (--recurrence ours), a Python loop over the steps (loop), or PyTorch's associative_scan
-(torch). The initial weights and the order of the data are the same. So the loss curves lie on each other, and the times
-of a step differ.
+The model is a minGRU (Feng et al. 2024, Were RNNs All We Needed?, arXiv:2410.01201). Its gates depend on the input
+alone, so that the state is a linear recurrence, h[t] = (1 - z[t]) * h[t - 1] + z[t] * candidate[t]. The model can run
+with three recurrences: this package's (--recurrence ours), a Python loop over the steps (loop), or PyTorch's
+associative_scan (torch). All start from the same weights and see the data in the same order, so that only rounding
+separates their loss curves, and the times of a step can be compared.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# This import comes first, because it says in a sentence which package is missing.
+# This import comes first, because it reports missing packages in one sentence.
 from examples.train_text import RunSettings, Text, add_options, batch, prepare
 
 # isort: split
@@ -40,7 +40,7 @@ from extension_cpp.command.demo_model import CannotRun, LanguageModel
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
-Curve = dict[str, Any]  # a run: the settings that it shares with the others; losses and milliseconds of each step
+Curve = dict[str, Any]  # a run: its settings, and the losses and milliseconds of each step
 LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets about 1 - 1/e of its content
 
 
@@ -57,21 +57,20 @@ def loop(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two successive steps as one step h -> a * h + b."""
+    """Combines two successive steps to one step h -> a * h + b."""
     return first[0] * then[0], then[0] * first[1] + then[1]
 
 
 def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     from torch._higher_order_ops import associative_scan  # PyTorch 2.11 has no public name for it
 
-    # With a GPU and torch.compile this is one Triton kernel, else log2(T) rounds of slices, products and sums.
+    # On a GPU with torch.compile this is one Triton kernel, and else log2(T) rounds of slices, products and sums.
     mode = "pointwise" if b.is_cuda else "generic"
     states: Tensor = associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
     return states
 
 
-# dynamic=False: otherwise, at a second shape, torch.compile would try one kernel for all shapes. It cannot make one
-# for this scan.
+# Without dynamic=False, torch.compile would try one kernel for all shapes at a second shape, and fail.
 @torch.compile(fullgraph=True, dynamic=False)
 def states_of(a: Tensor, b: Tensor) -> Tensor:
     return scan(a, b, reverse=False)
@@ -79,14 +78,14 @@ def states_of(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.compile(fullgraph=True, dynamic=False)
 def gradients_of(grad_h: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a and b: the recurrence in the other direction, with the factors one step later."""
+    """Computes the gradients of a and b by the recurrence in the other direction, with the factors one step later."""
     grad_b = scan(functional.pad(a[:, 1:], (0, 0, 0, 1)), grad_h, reverse=True)
     return grad_b * functional.pad(h[:, :-1], (0, 0, 1, 0)), grad_b
 
 
 class AssociativeScan(torch.autograd.Function):
-    """PyTorch's scan with the gradients of a recurrence. The backward that "pointwise" has in PyTorch 2.11 makes T x T
-    numbers for each of (B, width), and no gradient reaches a through the states."""
+    """Runs PyTorch's scan with the gradients of a recurrence. PyTorch 2.11's own backward of "pointwise" makes T x T
+    numbers for each of (B, width), and passes no gradient to a through the states."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -108,12 +107,12 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_torch(settings: RunSettings) -> None:
-    """Says in a sentence if PyTorch's scan, a prototype, cannot run here. The training uses what this compiles."""
+    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training uses this compiled code."""
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
         AssociativeScan.apply(a, b).backward(torch.ones_like(b))
-    except Exception as error:  # from an import, Dynamo, Inductor or Triton
+    except Exception as error:  # raised by an import, Dynamo, Inductor or Triton
         reason = str(error).strip().partition("\n")[0]
         raise CannotRun(
             f"--recurrence torch: the associative_scan of PyTorch {torch.__version__} does not run here "
@@ -125,14 +124,14 @@ def check_torch(settings: RunSettings) -> None:
 
 
 class Mixer(nn.Module):
-    """extension_cpp.nn.MinGRU, or its formula with another recurrence, and a product. Input and output have the shape
-    (B, T, width)."""
+    """Runs extension_cpp.nn.MinGRU, or its formula with another recurrence, and a linear layer. Input
+    and output have the shape (B, T, width)."""
 
     def __init__(self, recurrence: str, width: int) -> None:
         super().__init__()
         self.recurrence = recurrence
         self.gru, self.out = extension_cpp.nn.MinGRU(width, width), nn.Linear(width, width, bias=False)
-        with torch.no_grad():  # the biases of z: some states begin with a short memory, some with a long one
+        with torch.no_grad():  # some states begin with a short memory, and others with a long one, by the biases of z
             self.gru.projection.bias.zero_()
             z, _ = self.gru.projection.bias.chunk(2)
             z.copy_(-torch.linspace(0, math.log(LONGEST_MEMORY), self.gru.hidden_size))
@@ -148,8 +147,8 @@ class Mixer(nn.Module):
 
 
 def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> LanguageModel:
-    """The language model with a minGRU in place of attention, all else by this package. It needs no positions: the
-    states depend on the place in the sequence."""
+    """Makes the language model with a minGRU instead of attention. All other layers use this package's ops. The model
+    needs no position embedding, because the states depend on the position."""
     model = LanguageModel(vocabulary, settings.width, settings.layers, partial(Mixer, recurrence, settings.width))
     extension_cpp.nn.convert(model)
     model.linear_loss = True
@@ -160,7 +159,7 @@ def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> 
 
 
 class Training(demo_model.Training):
-    """A model in training, and its curve so far."""
+    """The training of one model, with its loss curve."""
 
     def __init__(self, recurrence: str, text: Text, settings: RunSettings) -> None:
         torch.manual_seed(0)
@@ -182,10 +181,10 @@ class Training(demo_model.Training):
 
 
 def read_curves(folder: Path, settings: RunSettings) -> dict[str, Curve]:
-    """The curves of the runs in the folder that have these settings."""
+    """Returns the curves of the runs in the folder that have these settings."""
     curves = {}
     for recurrence in RECURRENCES:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no complete run of this one
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # skips runs that are missing or incomplete
             curve = json.loads((folder / f"{recurrence}.json").read_text())
             if curve["settings"] == asdict(settings):
                 curves[recurrence] = curve
@@ -202,7 +201,7 @@ def tabulate(folder: Path, curves: dict[str, Curve]) -> None:
 
 
 def draw(folder: Path, curves: dict[str, Curve]) -> Path:
-    from matplotlib.figure import Figure  # unlike pyplot it needs no display
+    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
@@ -228,7 +227,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     text, settings, remark = prepare(options, SIZES, RunSettings)
     device = settings.device
     if device == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 in the matrix products, whichever recurrence runs
+        torch.set_float32_matmul_precision("high")  # TF32 in the matrix products, for every recurrence
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
     if "torch" in options.recurrence:
         if not options.no_compile:

@@ -1,16 +1,15 @@
 """Trains a small GPT on text, byte by byte: python examples/train_text.py --help
 
 The model is a pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. It is written
-with torch.nn (--ops torch); nn.convert and the linear loss give it this package's norms, rotary embedding, gates and
-loss (--ops ours). Everything else is the same, also the initial weights and the order of the data. So the two loss
-curves lie on each other.
+with torch.nn (--ops torch). With --ops ours, nn.convert and the linear loss give it this package's norms, rotary
+embedding, gates and loss. Initial weights and data are the same, so that the two loss curves differ only by rounding.
 
-The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. So a run may be
-killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
+The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. A run may therefore
+be killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
 
 Several processes share each batch if torchrun starts them (torchrun --nproc-per-node 2 examples/train_text.py
---parallel fsdp). The checkpoint holds whole tensors, so a run may continue with another number of processes, or with
-one and without torchrun.
+--parallel fsdp). The checkpoint holds whole tensors, so that a run may continue with another number of processes, or
+with one process and without torchrun.
 """
 
 import argparse
@@ -52,7 +51,7 @@ CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same step
 WRITTEN = 400  # bytes that the model writes at the end
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
 OPS = ("ours", "torch")
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # a checkpoint, which the first process gathers
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # for a checkpoint, which the first process gathers
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class RunSettings:
     layers: int
     context: int
     batch: int  # sequences per forward
-    learning_rate: float  # after the warm-up
+    learning_rate: float  # learning rate after the warm-up
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def read_text(path: Path | None) -> str:
 
 @dataclass
 class Text:
-    """A text as indices into the bytes that occur in it. Its end is kept for validation."""
+    """A text as indices into the bytes that occur in it, whose end is kept for validation."""
 
     alphabet: Tensor
     training: Tensor
@@ -141,10 +140,10 @@ def language_model(ops: str, vocabulary: int, settings: Settings) -> LanguageMod
 
 
 class Training(demo_model.Training):
-    """A model in training, and its checkpoint."""
+    """The training of one model, with its checkpoint."""
 
     def __init__(self, ops: str, text: Text, settings: Settings, compiled: bool, parallel: str | None = None) -> None:
-        """parallel: how the processes of the group share the work. None: this process trains alone."""
+        """`parallel` is how the processes of the group share the work, or None if this process trains alone."""
         torch.manual_seed(0)
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
@@ -161,8 +160,8 @@ class Training(demo_model.Training):
         self.validation: dict[int, float] = {}  # by step
 
     def parallelize(self, compiled: bool) -> nn.Module:
-        """The model whose backward averages the gradients over the processes."""
-        if compiled:  # block by block, so that one block's communication overlaps another's computation
+        """Returns a model whose backward averages the gradients over the processes."""
+        if compiled:  # compiles block by block, so that a block's communication overlaps another's computation
             for block in self.model.blocks:
                 block.forward = torch.compile(block.forward, fullgraph=True)
         if self.parallel == "ddp":
@@ -180,11 +179,11 @@ class Training(demo_model.Training):
             self.loss.set_requires_gradient_sync(value)
 
     def batch(self, text: Tensor, seed: int) -> list[Tensor]:
-        """This process's sequences of a batch."""
+        """Returns this process's sequences of a batch."""
         return [tokens[self.rank :: self.processes] for tokens in batch(text, self.settings, seed)]
 
     def mean(self, loss: Tensor) -> float:
-        """The mean over the processes, whose shares of a batch are equal."""
+        """Returns the mean over the processes, whose shares of a batch are equal."""
         if self.parallel:
             distributed.all_reduce(loss)
         return loss.item() / self.processes
@@ -193,7 +192,7 @@ class Training(demo_model.Training):
         return torch.autocast(self.settings.device, torch.bfloat16)
 
     def backward(self, number: int) -> Tensor:
-        """Leaves the gradients of a step, and returns the mean loss of this process's sequences."""
+        """Computes the gradients of a step, and returns the mean loss of this process's sequences."""
         accumulate = self.settings.accumulate
         total = torch.zeros((), device=self.settings.device)
         for part in range(accumulate):
@@ -211,7 +210,7 @@ class Training(demo_model.Training):
         self.validation[len(self.losses)] = sum(losses) / len(losses)
 
     def save(self, path: Path) -> None:
-        """Writes the checkpoint to the disk, then replaces the earlier one in one move. The first process does it."""
+        """Writes the checkpoint, then replaces the earlier one in one move. Only the first process writes."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
         if self.rank > 0:
             return
@@ -239,7 +238,7 @@ class Training(demo_model.Training):
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
 
     def write(self, length: int) -> str:
-        """Text that the model continues from a newline."""
+        """Returns text that the model writes after a newline."""
         begin = [self.text.alphabet.tolist().index(ord("\n")) if ord("\n") in self.text.alphabet else 0]
         with self.autocast():
             tokens = demo_model.generate(self.model, begin, length, self.settings.context, temperature=0.7)
@@ -251,7 +250,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if {"settings", "losses", "validation", "model", "optimizer"} <= state.keys():
             return state
-    except Exception as error:  # from pickle, zip or the file system
+    except Exception as error:  # raised by pickle, zip or the file system
         raise CannotRun(f"{path} cannot be read ({error.__class__.__name__}): add --restart to begin anew") from error
     raise CannotRun(f"{path} is not a checkpoint of this program: name another --out")
 
@@ -261,13 +260,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def draw(folder: Path, settings: Settings) -> Path:
     """Draws the curves of every run in the folder that has these settings."""
-    from matplotlib.figure import Figure  # unlike pyplot it needs no display
+    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     states = {}
     for ops in OPS:
-        with contextlib.suppress(CannotRun):  # the other run has no checkpoint, or one that cannot be read
+        with contextlib.suppress(CannotRun):  # the other run has no readable checkpoint
             state = read_checkpoint(folder / f"{ops}.pt")
             if state["settings"] == asdict(settings):
                 states[ops] = state
@@ -286,7 +285,7 @@ def draw(folder: Path, settings: Settings) -> Path:
 
 
 def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: str) -> None:
-    """The options of both examples that train on text. `holds`: what is written into the folder."""
+    """Adds the options of both examples that train on text. `holds` names the files in the folder."""
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
     parser.add_argument("--steps", type=positive, default=steps, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
@@ -296,7 +295,7 @@ def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: st
 
 
 def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[RunSettings]) -> tuple[Text, Any, str]:
-    """The text, the settings of the run, and a remark on the device. Makes the folder for what is written."""
+    """Returns the text, the settings of the run, and a remark on the device. Makes the folder for the output."""
     device, remark = demo.choose_device(options.device)
     text = Text.of(read_text(options.text), sizes[device]["context"])
     try:
@@ -324,7 +323,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     checkpoint = options.out / f"{options.ops}.pt"
     training = Training(options.ops, text, settings, not options.no_compile, parallel)
     if options.restart and training.rank == 0:
-        checkpoint.unlink(missing_ok=True)  # else a run that is stopped before its first one would continue from it
+        checkpoint.unlink(missing_ok=True)  # else a run stopped before its first one would continue from it
     if parallel:
         distributed.barrier()
     if checkpoint.exists():

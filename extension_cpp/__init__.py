@@ -9,7 +9,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-__version__ = "0.2.0"  # and what the library was built for, as in a wheel's name: 0.2.0+cpu, 0.2.0+cu130
+__version__ = "0.2.0"  # _tag adds what the library was built for, as in a wheel's name: 0.2.0+cpu, 0.2.0+cu130
 
 if sys.version_info < (3, 10):  # noqa: UP036  # a checkout can be imported by any Python
     raise ImportError(
@@ -49,20 +49,20 @@ def _load() -> None:
 
 
 def _build_info() -> str:
-    """The text that info.read_build parses. This module does not import info, which takes some milliseconds."""
+    """Returns the text that info.read_build parses. This module does not import info, which takes some milliseconds."""
     function = ctypes.CDLL(str(LIBRARY)).extension_cpp_build_info
     function.restype = ctypes.c_char_p
     return function().decode()
 
 
 def _tag(build_info: str) -> str:
-    """What a wheel with this library has behind its version (setup.py)."""
+    """Returns the suffix of the version of a wheel with this library (setup.py)."""
     cuda = build_info.split()[0].removeprefix("cuda=")  # "13.0" or "none"
     return "+cpu" if cuda == "none" else f"+cu{cuda.replace('.', '')}"
 
 
 def _is_command() -> bool:
-    """Whether Python imports this package in order to run `python -m extension_cpp`.
+    """Returns whether Python imports this package in order to run `python -m extension_cpp`.
 
     While Python looks for the module that -m names, sys.argv[0] is "-m". sys.orig_argv has the module's name.
     """
@@ -70,7 +70,8 @@ def _is_command() -> bool:
 
 
 def _writes_sources() -> bool:
-    """Whether Python runs a command that only writes source files: to load torch and the library would take seconds."""
+    """Returns whether Python runs a command that only writes source files. Such a command must not load torch and the
+    library, which takes seconds."""
     return _is_command() and sys.argv[1:2] in (["new"], ["remove"], ["new-package"])
 
 
@@ -92,10 +93,10 @@ if not _writes_sources():
 
         __all__ += ops.__all__
         __version__ += _tag(_build_info())
-        # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
+        # Registers the sharding rules when DTensors are imported. Users without DTensors do not pay for the import.
         after_import.after_import("torch.distributed.tensor", _attach_distributed)
     except (ImportError, AttributeError, RuntimeError) as error:
-        # torch raises the last two if the operator of a fake or a gradient does not exist.
+        # torch raises the last two if the operator for which a fake or a gradient is registered does not exist.
         load_error = (
             error
             if isinstance(error, ImportError)
@@ -103,6 +104,6 @@ if not _writes_sources():
                 f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build."
             )
         )
-        # The command prints the error as one sentence, and its info says more.
+        # A command prints the error in one line, and `info` prints more.
         if not _is_command():
             raise load_error from error.__cause__

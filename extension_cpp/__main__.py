@@ -1,4 +1,4 @@
-"""The command line: python -m extension_cpp demo, info, new, remove, new-package, check."""
+"""Implements the command line: python -m extension_cpp demo, info, new, remove, new-package, check."""
 
 import argparse
 import importlib.util
@@ -102,7 +102,7 @@ def add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def plan_arguments(options: argparse.Namespace) -> tuple[str, str, int, int]:
-    """--plan's words, checked."""
+    """Checks the words of --plan and returns the op, the dtype, and the rows and columns."""
     from .command import info
 
     op, dtype, shape = options.plan
@@ -140,7 +140,7 @@ def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
 
 
 def missing_for(what: str) -> str:
-    """A sentence if a package that shows things is missing; else nothing."""
+    """Returns a message that names the missing packages of the demo, or an empty string if none is missing."""
     names = " ".join(name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None)
     return f"{what} needs {names}, not installed here: {sys.executable} -m pip install {names}" if names else ""
 
@@ -185,16 +185,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Exits with the status of main(); an interrupt and a closed pipe (`info | head`) end it without a traceback."""
+    """Exits with the status of main(). An interrupt or a closed pipe (`info | head`) ends it without a traceback."""
     try:
         try:
             status = main()
         finally:
-            sys.stdout.flush()  # here, because Python's own flush at exit would print a traceback
+            sys.stdout.flush()  # flushes here, because Python's own flush at exit would print a traceback
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still in the buffer
         status = 141  # as a shell reports SIGPIPE
     sys.exit(status)
 

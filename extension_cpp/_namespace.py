@@ -1,7 +1,7 @@
-"""Where the operators are registered: torch.ops.<NAMESPACE>, the TORCH_EXTENSION_NAME of the library beside this file.
+"""Defines the namespace of the operators, torch.ops.<NAMESPACE>: the library's TORCH_EXTENSION_NAME.
 
-Everything else in Python takes the name from here, so a copy of this package with another library and another name can
-be loaded in the same process.
+All other Python code imports the name from here. A copy of this package with another library and another name can
+therefore be loaded in the same process.
 """
 
 NAMESPACE = "extension_cpp"

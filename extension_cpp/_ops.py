@@ -1,5 +1,4 @@
-"""The operators as Python functions, made by calls.operators(). _ops.pyi has the types of those with a no-grad
-overload."""
+"""The operators as Python functions, made by calls.operators(). _ops.pyi has their types."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,6 @@
-"""Runs a function when a module is imported, or at once if it has been imported already.
+"""Runs a function when a module is imported, or at once if the module is already imported.
 
-The package registers rules with torch.distributed.tensor in this way. Users who never import that module do not pay for
-its import.
+The package registers its rules with torch.distributed.tensor in this way, without importing it for all users.
 """
 
 import importlib.abc
@@ -37,16 +36,16 @@ class Finder(importlib.abc.MetaPathFinder):
             load(module)
             try:
                 self.function()
-            except Exception as error:  # the user imported another module, which must not fail because of this one
+            except Exception as error:  # the user's import of the other module must not fail because of this package
                 warnings.warn(f"extension_cpp: what follows the import of {self.name} failed: {error}", stacklevel=2)
 
         loader.exec_module = load_and_run  # type: ignore[method-assign]  # for this object only
 
 
 def after_import(name: str, function: Callable[[], None]) -> None:
-    """Calls function() now if the module is imported, else as soon as it is.
+    """Calls function() now if the module is imported, or otherwise as soon as the module is imported.
 
-    A second call for a module takes the place of the first: the package may be imported again.
+    A second call for a module replaces the first, because the package may be imported again.
     """
     is_earlier = [type(finder).__module__ == __name__ and vars(finder).get("name") == name for finder in sys.meta_path]
     sys.meta_path[:] = [finder for finder, earlier in zip(sys.meta_path, is_earlier, strict=True) if not earlier]

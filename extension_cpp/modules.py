@@ -1,4 +1,4 @@
-"""The modules of extension_cpp.nn: modules over the ops, with the names and habits of torch.nn."""
+"""The modules of extension_cpp.nn, which call the ops and behave like those of torch.nn."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -31,8 +31,8 @@ __all__ = [
 
 
 def takes(*tensors: object) -> bool:
-    """Whether the ops take tensors of these kinds. Modules that stand for one of torch.nn do what that does with others
-    (complex, sparse, quantized). What is no tensor, as a proxy of torch.fx, counts as taken."""
+    """Returns whether the ops accept tensors of these kinds. For other kinds (complex, sparse, quantized) our modules
+    do what those of torch.nn do. Objects that are no tensors, such as proxies of torch.fx, count as accepted."""
     for x in tensors:
         if isinstance(x, Tensor) and not (
             x.dtype in checks.DTYPES
@@ -55,7 +55,7 @@ class NotScriptable:
 
 
 class ScaleBiasReLU(NotScriptable, torch.nn.Module):
-    """``relu(x * scale + bias)`` with a learned bias over the last dimension.
+    """Computes ``relu(x * scale + bias)``, with a learned bias over the last dimension.
 
     Args:
         features: size of the last dimension of the input.
@@ -92,7 +92,7 @@ class ScaleBiasReLU(NotScriptable, torch.nn.Module):
 
 
 class ReLU(NotScriptable, torch.nn.ReLU):
-    """torch.nn.ReLU over extension_cpp.relu: ``max(x, 0)`` element by element; any shape.
+    """A torch.nn.ReLU that calls extension_cpp.relu: ``max(x, 0)`` for each element of any shape.
 
     ``inplace=True`` overwrites the input and returns it, which takes one copy more and saves no memory.
     """
@@ -103,7 +103,7 @@ class ReLU(NotScriptable, torch.nn.ReLU):
 
 
 class Mish(NotScriptable, torch.nn.Mish):
-    """torch.nn.Mish over extension_cpp.mish: ``x * tanh(softplus(x))`` element by element; any shape.
+    """A torch.nn.Mish that calls extension_cpp.mish: ``x * tanh(softplus(x))`` for each element of any shape.
 
     ``inplace=True`` overwrites the input and returns it, which takes two copies more and saves no memory.
     """
@@ -115,7 +115,7 @@ class Mish(NotScriptable, torch.nn.Mish):
 
 
 class SiLU(NotScriptable, torch.nn.SiLU):
-    """torch.nn.SiLU over extension_cpp.silu: ``x * sigmoid(x)`` element by element; any shape.
+    """A torch.nn.SiLU that calls extension_cpp.silu: ``x * sigmoid(x)`` for each element of any shape.
 
     ``inplace=True`` overwrites the input and returns it, which takes two copies more and saves no memory.
     """
@@ -129,15 +129,15 @@ class SiLU(NotScriptable, torch.nn.SiLU):
 
 
 class GELU(NotScriptable, torch.nn.GELU):
-    """torch.nn.GELU, ``approximate`` included, over extension_cpp.gelu; any shape."""
+    """A torch.nn.GELU, with ``approximate``, that calls extension_cpp.gelu for each element of any shape."""
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.gelu(input, self.approximate) if takes(input) else super().forward(input)
 
 
 class SwiGLU(NotScriptable, torch.nn.Module):
-    """``silu(gate) * up`` for the halves of one tensor along its last dimension. The gate is the first half, as in
-    Llama's packed gate_up_proj (in torch.nn.GLU it is the second).
+    """Computes ``silu(gate) * up`` for the halves of one tensor along its last dimension. The gate is the first half,
+    as in Llama's packed gate_up_proj (in torch.nn.GLU it is the second).
 
     The halves are read without a copy.
 
@@ -149,7 +149,7 @@ class SwiGLU(NotScriptable, torch.nn.Module):
 
 
 class GeGLU(NotScriptable, torch.nn.Module):
-    """``gelu(gate, approximate) * up`` for the halves of one tensor along its last dimension, the gate first.
+    """Computes ``gelu(gate, approximate) * up`` for the halves of one tensor along its last dimension, the gate first.
 
     The halves are read without a copy.
 
@@ -172,7 +172,7 @@ class GeGLU(NotScriptable, torch.nn.Module):
 
 
 class Dropout(NotScriptable, torch.nn.Dropout):
-    """torch.nn.Dropout over extension_cpp.dropout.
+    """A torch.nn.Dropout that calls extension_cpp.dropout.
 
     ``inplace=True`` overwrites the input and returns it, which takes one copy more and saves no memory.
     """
@@ -185,7 +185,7 @@ class Dropout(NotScriptable, torch.nn.Dropout):
 
 
 class LayerNorm(NotScriptable, torch.nn.LayerNorm):
-    """torch.nn.LayerNorm, arguments, parameters and state_dict included, over extension_cpp.layer_norm.
+    """A torch.nn.LayerNorm that calls extension_cpp.layer_norm, with the same arguments, parameters and state_dict.
 
     The parameters may be float32 where the input is half; the result has the input's dtype.
     """
@@ -197,7 +197,7 @@ class LayerNorm(NotScriptable, torch.nn.LayerNorm):
 
 
 class RMSNorm(NotScriptable, torch.nn.RMSNorm):
-    """torch.nn.RMSNorm, arguments, parameters and state_dict included, over extension_cpp.rms_norm.
+    """A torch.nn.RMSNorm that calls extension_cpp.rms_norm, with the same arguments, parameters and state_dict.
 
     The weight may be of any floating dtype, as torch.nn.RMSNorm's; the result has the input's dtype.
     """
@@ -208,16 +208,16 @@ class RMSNorm(NotScriptable, torch.nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
 def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    """The op, with a weight of any dtype."""
+    """Calls the op with a weight of any dtype."""
     if weight is not None and weight.dtype != x.dtype:
         weight = weight.to(torch.promote_types(x.dtype, torch.float32))
     return ops.rms_norm(x, normalized_shape, weight, eps)
 
 
 class AddLayerNorm(NotScriptable, torch.nn.LayerNorm):
-    """``s = residual + dropout(x, p)``; returns ``(layer_norm(s), s)``, over extension_cpp.add_layer_norm.
+    """Returns ``(layer_norm(s), s)`` for ``s = residual + dropout(x, p)``, computed by extension_cpp.add_layer_norm.
 
     torch.nn.LayerNorm's arguments, parameters and state_dict, and:
 
@@ -238,7 +238,7 @@ class AddLayerNorm(NotScriptable, torch.nn.LayerNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = torch.nn.Dropout(p).p  # refuses what is no probability
+        self.p = torch.nn.Dropout(p).p  # refuses a p that is no probability
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_layer_norm(
@@ -250,7 +250,7 @@ class AddLayerNorm(NotScriptable, torch.nn.LayerNorm):
 
 
 class AddRMSNorm(NotScriptable, torch.nn.RMSNorm):
-    """``s = residual + dropout(x, p)``; returns ``(rms_norm(s), s)``, over extension_cpp.add_rms_norm.
+    """Returns ``(rms_norm(s), s)`` for ``s = residual + dropout(x, p)``, computed by extension_cpp.add_rms_norm.
 
     torch.nn.RMSNorm's arguments, parameters and state_dict, and:
 
@@ -270,7 +270,7 @@ class AddRMSNorm(NotScriptable, torch.nn.RMSNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = torch.nn.Dropout(p).p  # refuses what is no probability
+        self.p = torch.nn.Dropout(p).p  # refuses a p that is no probability
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.p, self.training)
@@ -280,7 +280,7 @@ class AddRMSNorm(NotScriptable, torch.nn.RMSNorm):
 
 
 class Softmax(NotScriptable, torch.nn.Softmax):
-    """torch.nn.Softmax over extension_cpp.softmax, along the last dimension by default.
+    """A torch.nn.Softmax that calls extension_cpp.softmax, along the last dimension by default.
 
     The op refuses nested tensors; for them the module calls torch.softmax.
     """
@@ -295,7 +295,7 @@ class Softmax(NotScriptable, torch.nn.Softmax):
 
 
 class LogSoftmax(NotScriptable, torch.nn.LogSoftmax):
-    """torch.nn.LogSoftmax over extension_cpp.log_softmax, along the last dimension by default.
+    """A torch.nn.LogSoftmax that calls extension_cpp.log_softmax, along the last dimension by default.
 
     The op refuses nested tensors; for them the module calls torch.log_softmax.
     """
@@ -309,19 +309,19 @@ class LogSoftmax(NotScriptable, torch.nn.LogSoftmax):
         return _along_dim("log_softmax", input, self.dim)
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, no tensor is nested
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, no tensor is nested
 def _along_dim(function: str, x: Tensor, dim: int) -> Tensor:
     return getattr(ops if takes(x) and not x.is_nested else torch, function)(x, dim)
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no shapes
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no shapes
 def _check_steps(input: Tensor, features: int) -> None:
     if input.dim() < 2 or input.size(-1) != features:
         checks.fail("MinGRU", f"expected input of shape (..., T, {features}), but got {list(input.shape)}")
 
 
 class MinGRU(NotScriptable, torch.nn.Module):
-    """A gated recurrent layer without a loop over the steps, over extension_cpp.linear_recurrence.
+    """A gated recurrent layer that computes all steps in one call of extension_cpp.linear_recurrence.
 
     ``h[t] = (1 - z[t]) * h[t - 1] + z[t] * c[t]``, where the gate ``z = sigmoid(gate)`` and the candidates ``c`` are
     functions of the input alone: ``gate, c = projection(input).chunk(2, -1)``.
@@ -370,7 +370,7 @@ class MinGRU(NotScriptable, torch.nn.Module):
 
 
 class CrossEntropyLoss(NotScriptable, torch.nn.CrossEntropyLoss):
-    """torch.nn.CrossEntropyLoss, state_dict included, over extension_cpp.cross_entropy.
+    """A torch.nn.CrossEntropyLoss, with the same state_dict, that calls extension_cpp.cross_entropy.
 
     The op refuses class probabilities as target; for them the module computes the loss as torch.nn.CrossEntropyLoss
     does. With z_loss or softcap they are an error.
@@ -380,7 +380,7 @@ class CrossEntropyLoss(NotScriptable, torch.nn.CrossEntropyLoss):
         z_loss, softcap: as for extension_cpp.cross_entropy.
     """
 
-    # Class attributes, for modules of torch.nn that convert has given this class.
+    # These are class attributes, because convert gives this class to modules of torch.nn, which do not have them.
     z_loss: float = 0.0
     softcap: float | None = None
 
@@ -406,15 +406,15 @@ class CrossEntropyLoss(NotScriptable, torch.nn.CrossEntropyLoss):
         return f"z_loss={self.z_loss}, softcap={self.softcap}" if self.extends_torch() else ""
 
     def extends_torch(self) -> bool:
-        """Whether torch.nn.CrossEntropyLoss would compute something else."""
+        """Returns whether torch.nn.CrossEntropyLoss would compute something else."""
         return self.z_loss != 0 or self.softcap is not None
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
 def _cross_entropy(
     input: Tensor, target: Tensor, options: dict[str, Any], z_loss: float, softcap: float | None
 ) -> Tensor:
-    # A target of another dtype has class probabilities, or torch refuses it: call torch's function.
+    # For a target of another dtype, torch's function is called: it may have class probabilities, or torch refuses it.
     is_taken = target.dtype is torch.int64 and takes(input) and 0 <= options["label_smoothing"] <= 1
     has_classes = input.shape[:2][-1:] != (0,)
     if not (is_taken and has_classes) and not z_loss and softcap is None:

@@ -1,4 +1,4 @@
-"""extension_cpp.nn as users know it: the modules, and convert and revert, which put them into a model and out again."""
+"""Public names: the modules, and convert and revert, which put ops into a model and remove them."""
 
 from . import modules
 from .convert import Converted, convert, revert

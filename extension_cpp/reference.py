@@ -30,7 +30,7 @@ def silu(input: Tensor) -> Tensor:
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    # Neither 1 + erf nor 1 + tanh, whose terms cancel for negative inputs.
+    # Avoids 1 + erf and 1 + tanh, whose terms cancel for negative inputs.
     if approximate == "none":
         return 0.5 * input * torch.special.erfc(input * -math.sqrt(0.5))
     return input * torch.sigmoid(math.sqrt(8 / math.pi) * (input + 0.044715 * input**3))
@@ -53,8 +53,8 @@ def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: b
 
 
 def philox(seed: Tensor, numel: int) -> Tensor:
-    """The 32 random bits of elements 0 to numel - 1, as int64. Each word of Philox 4x32-7 (Salmon et al. 2011) serves
-    two elements; the second one gets it with its halves exchanged."""
+    """Returns the 32 random bits of elements 0 to numel - 1, as int64. Each word of Philox 4x32-7 (Salmon et al. 2011)
+    serves two elements, the second one with exchanged halves."""
     group, zero, low = torch.arange((numel + 7) // 8, device=seed.device), seed.new_zeros(()), 0xFFFFFFFF
     word = [group & low, group >> 32, zero, zero]
     key = [seed & low, seed >> 32 & low]
@@ -76,7 +76,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, seed: Tensor |
         return input
     if seed is None:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=input.device)
-    dropped = max(int(p * 2**32 + 0.5), 1)  # of the 2^32 values of an element's bits
+    dropped = max(int(p * 2**32 + 0.5), 1)  # of an element's 2^32 possible values, those below drop it
     kept = (philox(seed, input.numel()) >= dropped).view(input.shape)
     return torch.where(kept, input / (1 - p), 0) if p < 1 else torch.where(kept, input, 0)
 
@@ -164,7 +164,7 @@ def linear_recurrence(
         h = factor * h + term
         states.append(h)
     if not states:
-        return a + b if h0 is None else a + b + h0.unsqueeze(dim)  # empty, and a function of all of them
+        return a + b if h0 is None else a + b + h0.unsqueeze(dim)  # empty, but a function of all inputs
     return torch.stack(states[::-1] if reverse else states, dim)
 
 

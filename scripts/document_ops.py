@@ -1,6 +1,6 @@
 """Writes docs/ops.md, extension_cpp/_ops.pyi, and all tables of figures in the documents: `make docs`.
 
-They come from the docstrings, the schemas and the published results. A test says which of them is stale.
+All are made from the docstrings, the schemas and the published results. A test reports which file is stale.
 """
 
 import inspect
@@ -28,7 +28,7 @@ STUB = ROOT / "extension_cpp" / "_ops.pyi"
 
 
 def call(name: str, function: Callable[..., Any]) -> str:
-    """The call of a function: names and defaults, without the types."""
+    """Returns the call of a function, with names and defaults but without types."""
     signature = inspect.signature(function)
     if signature == inspect.signature(torch.nn.Module):  # (*args, **kwargs), which the class refuses
         return f"{name}()"
@@ -37,7 +37,7 @@ def call(name: str, function: Callable[..., Any]) -> str:
 
 
 def markdown(text: str) -> str:
-    """reStructuredText's ``code`` is `code` in markdown."""
+    """Converts reStructuredText's ``code`` to markdown's `code`."""
     return text.replace("``", "`")
 
 
@@ -46,7 +46,7 @@ def summary(object: Any) -> str:
 
 
 def gradients(name: str, function: Callable[..., Any]) -> str:
-    """The beginning of the docstring's sentence about derivatives: the arguments and the order."""
+    """Returns the beginning of the docstring's sentence about derivatives: the arguments and the order."""
     text = " ".join((inspect.getdoc(function) or "").split())
     match = re.search(r"\b(Not d|D)ifferentiable\b[\s,]*([^.;]*)[.;]", text)
     if match is None:
@@ -59,7 +59,8 @@ def row(*cells: str) -> str:
 
 
 def schemas_of(names: list[str]) -> dict[str, list[str]]:
-    """The schemas of each operator, found by their names: mish has mish, mish_backward and mish_double_backward."""
+    """Returns the schemas of each operator, found by their names: mish has mish, mish_backward and
+    mish_double_backward."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for schema in info.schemas():
         stem = re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0]
@@ -71,8 +72,8 @@ def schemas_of(names: list[str]) -> dict[str, list[str]]:
 
 
 def described(name: str, function: Callable[..., Any]) -> str:
-    """The docstring as markdown: its sections become bold words, its arguments a list, what follows "::" a block."""
-    lines, fence = [], "\0"  # stands for the fence until `` has become `
+    """Converts a docstring to markdown: sections become bold words, arguments a list, and text after "::" a block."""
+    lines, fence = [], "\0"  # replaced by a fence when `` has become `
     text = inspect.getdoc(function) or ""
     text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n{fence}text\n{dedent(block[1])}{fence}\n", text)
     for line in text.splitlines():
@@ -88,7 +89,7 @@ def described(name: str, function: Callable[..., Any]) -> str:
 
 
 def page() -> str:
-    """docs/ops.md."""
+    """Returns the text of docs/ops.md."""
     functions = {name: getattr(ops, name) for name in ops.__all__}
     schemas = schemas_of(ops.__all__)
     modules = {name: x for name, x in vars(extension_cpp.modules).items() if name in extension_cpp.nn.__all__}
@@ -111,7 +112,7 @@ def page() -> str:
 
 
 def between(page: str, text: str, what: str, new: str) -> str:
-    """The page's text with `new` between the two comments that name `what`."""
+    """Replaces the text between the two comments that name `what` by `new`."""
     begin, end = f"<!-- {what}: written by `make docs` -->\n", f"<!-- end of {what} -->\n"
     if text.count(begin) != 1 or text.count(end) != 1:
         sys.exit(f"error: {page} has lost the lines between which a table stands: {begin.strip()} {end.strip()}")
@@ -120,7 +121,7 @@ def between(page: str, text: str, what: str, new: str) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """Everything that this script writes, by path."""
+    """Returns everything that this script writes, by path."""
     found = {PAGE: page(), STUB: stub()}
     for name, what, make in TABLES:
         path = ROOT / name
@@ -129,7 +130,7 @@ def documents() -> dict[Path, str]:
 
 
 def typed(name: str, schema: torch.FunctionSchema) -> str:
-    """A function of a stub, with the types of a schema, in the layout that ruff gives it."""
+    """Returns a function of a stub, with the types of a schema, formatted as ruff does."""
     parameters = []
     for argument in schema.arguments:
         optional = re.fullmatch(r"Optional\[(.*)\]", str(argument.type))
@@ -147,7 +148,7 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
 
 
 def stub() -> str:
-    """extension_cpp/_ops.pyi: an operator's arguments, and the results of its no-grad overload."""
+    """Returns the text of _ops.pyi, with operators' arguments, and the results of their no-grad overloads."""
     known = vars(calls.operators("extension_cpp"))
     schemas = (schema for listed in schemas_of(ops.__all__).values() for schema in listed)
     names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)

@@ -1,9 +1,9 @@
-"""Lays out the package as Hugging Face's `kernels` loads it: build/<variant>/, from the same sources (docs/hub.md).
+"""Builds the package for Hugging Face's `kernels`, as build/<variant>/ from the same sources (docs/hub.md).
 
     python -m scripts.hub       the variant for CPUs and, if nvcc is found, the one for CUDA
 
-USE_CUDA=0 leaves out the one for CUDA. The variables of build_library.py apply. A variant is a copy of the package
-whose operators have a namespace of their own, so that it can be loaded beside the installed package.
+USE_CUDA=0 omits the variant for CUDA. The variables of build_library.py apply. A variant is a copy of the package whose
+operators have a namespace of their own, so that it can be loaded beside the installed package.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import build_library
 ROOT = build_library.ROOT
 PACKAGE = ROOT / "extension_cpp"
 NAME, VERSION = "extension-cpp", 1  # of the kernel repository. Within a version layers keep their names and results.
-# The command line is for the installed package; what the others import of it is here.
+# A variant has no command line, but these files, which the other modules import.
 OF_COMMAND = ("__init__.py", "info.py")
 NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 
@@ -30,7 +30,7 @@ def python_files() -> list[Path]:
 
 
 def namespace_for(backend: str) -> str:
-    """A name that depends on the sources, because two versions of a kernel may be loaded in one process."""
+    """Returns a name that depends on the sources, because two versions of a kernel may be loaded in one process."""
     digest = hashlib.sha256()
     sources = [path for path in build_library.CSRC.rglob("*") if path.is_file()]
     for path in (*python_files(), *sorted(sources), ROOT / "build_library.py"):
@@ -39,7 +39,7 @@ def namespace_for(backend: str) -> str:
 
 
 def backend() -> dict[str, object]:
-    """The kind of build that the environment asks for, in the words of metadata.json."""
+    """Returns the kind of build that the environment asks for, in the words of metadata.json."""
     nvcc = build_library.find_nvcc()
     return {"type": "cuda", "archs": build_library.architectures(nvcc)} if nvcc else {"type": "cpu"}
 
@@ -74,7 +74,7 @@ def lay_out(build: Path, namespace: str | None = None) -> Path:
 
 
 def faults(library: Path) -> list[str]:
-    """The errors that `kernel-builder check-abi` would report: symbols of newer systems, or of Python."""
+    """Returns the errors that `kernel-builder check-abi` would report: symbols of newer systems, or of Python."""
     from kernel_abi_check import ObjectFile
 
     file = ObjectFile(str(library))

@@ -1,4 +1,4 @@
-"""Lists the kernels of the compiled library, with the resources that each one takes.
+"""Lists the kernels of the compiled library, with the resources that each kernel uses.
 
 The columns are registers per thread, bytes of stack per thread (spilled registers), and bytes of static shared memory
 per CTA; dynamic shared memory is chosen at launch and is not listed:
@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "extension_cpp" / "libextension_cpp.so"
 USAGE = re.compile(r"Function (\w+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
-# The budgets of a library built for one architecture; tests/test_budgets.py holds them.
+# Budgets of a library built for one architecture, which tests/test_budgets.py checks.
 LIBRARY_MB = 16
 NORM_KERNELS = 1000
 
 
 def find_cuobjdump() -> str | None:
-    """The path of cuobjdump on PATH or in Triton's package; None if there is neither."""
+    """Returns the path of cuobjdump on PATH or in Triton's package, or None if there is neither."""
     triton = importlib.util.find_spec("triton")
     tools = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else Path()
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(tools))
@@ -42,7 +42,7 @@ def cuobjdump() -> str:
 
 
 def short_name(name: str) -> str:
-    """A demangled name without result type, parameters and casts of template arguments."""
+    """Returns a demangled name without result type, parameters and casts of template arguments."""
     name = name.removeprefix("void ")
     depth, begin = 0, len(name)
     while name.endswith(")") and (begin == len(name) or depth > 0):
@@ -59,7 +59,7 @@ def short_names(mangled: list[str]) -> list[str]:
 
 
 def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
-    """Name, registers, stack and shared memory of every kernel compiled for `arch`."""
+    """Returns name, registers, stack and shared memory of every kernel compiled for `arch`."""
     usage = subprocess.run([cuobjdump(), "-res-usage", "-arch", arch, library], capture_output=True, text=True).stdout
     rows = USAGE.findall(usage)
     if not rows:
@@ -70,13 +70,13 @@ def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
 
 
 def family(name: str) -> str:
-    """The first part of a kernel's name, its namespace where it has one: "norm" for all names with norm before "<"."""
+    """Returns a kernel's namespace, or the first part of its name. All names with norm before "<" become "norm"."""
     head = name.removeprefix("(anonymous namespace)::").partition("<")[0]
     return "norm" if "norm" in head else head.partition("::")[0].removesuffix("_cuda")
 
 
 def families(names: list[str]) -> dict[str, int]:
-    """The number of kernels in each family, most first."""
+    """Returns the number of kernels in each family, most first."""
     return dict(collections.Counter(map(family, names)).most_common())
 
 
@@ -85,7 +85,7 @@ def megabytes(library: Path) -> float:
 
 
 def seconds(log: str, plan: str) -> list[tuple[float, str]]:
-    """Seconds of the last compilation of each translation unit, slowest first.
+    """Returns the seconds of the last compilation of each translation unit, slowest first.
 
     `log` is the text of .ninja_log, which also has files that were deleted. `plan` is the text of build.ninja.
     """

@@ -1,10 +1,10 @@
-"""Tests one wheel, and so one compiled library, in clean environments of several Pythons and PyTorchs.
+"""Tests one wheel, with one compiled library, in clean environments of several versions of Python and PyTorch.
 
     python scripts/matrix.py dist/*.whl [--python PATH]... [-- PYTEST ARGUMENTS]
 
 The oldest Python gets the oldest supported torch, and the others get the torch that requirements.txt names for them,
-which is the newest. A single Python gets both. The environments stay in .matrix/ for the next time. The tests run on
-the installed wheel: they are copied to a folder from which Python cannot find the checkout's package.
+which is the newest. A single Python gets both. The environments stay in .matrix/ for later runs. The tests run on the
+installed wheel: they are copied to a folder from which Python cannot find the checkout's package.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PYTHON_OLDEST = (3, 10)
 NOT_NEEDED = re.compile(
     r"#|(torch|ruff|mypy|clang-format|pre-commit|nbclient|ipykernel|kernels|kernel-abi-check|mkdocs[\w-]*|pymdown[\w-]*)=="
 )
-# What is copied for the tests beside the installed package. Those that need more of the checkout are left out.
+# Files copied for the tests beside the installed package. Tests that need more of the checkout are left out.
 FOLDERS, FILES = ("benchmarks", "examples", "tests"), ("build_library.py", "pyproject.toml")
 BUILDS = "build_library|check_environment|scripts|tests.test_(?:docs|scaffold|new_operator)"
 OF_THE_CHECKOUT = re.compile(rf"^ *(?:from|import) (?:{BUILDS})\b", re.MULTILINE)
@@ -45,7 +45,7 @@ print(platform.python_version(), torch.__version__, platform.libc_ver()[1], libr
 
 
 def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
-    """One Python of every minor version from 3.10 up: the ones named, else those on PATH and in pyenv."""
+    """Returns one Python of every minor version from 3.10 up: the given ones, or else those on PATH and in pyenv."""
     candidates = named
     if not named:
         candidates = [path for minor in range(10, 30) if (path := shutil.which(f"python3.{minor}"))]
@@ -63,7 +63,7 @@ def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
 
 
 def newest_torch(python: tuple[int, int]) -> str:
-    """The minor version of the torch that requirements.txt names for a Python."""
+    """Returns the minor version of the torch that requirements.txt names for a Python."""
     for line in (ROOT / "requirements.txt").read_text().splitlines():
         if line.startswith("torch=="):
             asked = Requirement(line)
@@ -73,13 +73,13 @@ def newest_torch(python: tuple[int, int]) -> str:
 
 
 def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
-    """The torch that each Python gets."""
+    """Returns the torch that each Python gets."""
     others = versions[1:] or versions
     return [(versions[0], TORCH_OLDEST), *((version, newest_torch(version)) for version in others)]
 
 
 def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
-    """The Python of the environment in .matrix, which is made again if it does not fit requirements.txt."""
+    """Returns the Python of the environment in .matrix, which is made again if it does not fit requirements.txt."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     wanted = [line for line in lines if not NOT_NEEDED.match(line)]
     wanted.append(f"torch=={torch}.*")
@@ -96,13 +96,13 @@ def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
 
 
 def tests_of_the_checkout() -> set[str]:
-    """The tests that build the library or run a program of the checkout."""
+    """Returns the tests that build the library or run a program of the checkout."""
     paths = (ROOT / "tests").glob("test_*.py")
     return {"test_examples.py", "test_site.py"} | {p.name for p in paths if OF_THE_CHECKOUT.search(p.read_text())}
 
 
 def run_tests(python: Path, wheel: Path, arguments: list[str]) -> tuple[list[str], str]:
-    """Installs the wheel and tests it: the table's cells, and the library's sha256."""
+    """Installs the wheel and tests it. Returns the table's cells, and the library's sha256."""
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, "--force-reinstall", "--no-deps", "--no-index", str(wheel)], check=True)
     with tempfile.TemporaryDirectory() as name:
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--python", action="append", default=[], help="an interpreter to use; may be repeated")
-    # argparse would take what follows -- for itself where --python comes after the wheel.
+    # argparse would take the words after -- for itself if --python comes after the wheel.
     words = sys.argv[1:]
     own, for_pytest = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = parser.parse_args(own)

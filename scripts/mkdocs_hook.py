@@ -1,8 +1,8 @@
-"""mkdocs' hook (mkdocs.yml, `make site`): the documents as a site, under their paths here, so that their links hold.
+"""Hooks of mkdocs (mkdocs.yml, `make site`), which make a site of the documents at the same paths, so that links work.
 
-The pages are the documents of the root and of docs/, and what they link to: a source file becomes a page with its text.
-The navigation is the table of docs/SUMMARY.md. Docstrings come from mkdocstrings. They replace what `make docs` has
-written into docs/ops.md for a code host; its schemas stay.
+The pages are the documents of the root and of docs/, and the files that they link to: a source file becomes a page with
+its text. The navigation is the table of docs/SUMMARY.md. mkdocstrings' docstrings replace those that `make docs` has
+written into docs/ops.md for a code host. The schemas there stay.
 """
 
 import re
@@ -20,7 +20,7 @@ from benchmarks import published
 ROOT = Path(__file__).resolve().parent.parent
 HOME, SUMMARY, DECISIONS = "README.md", "docs/SUMMARY.md", "docs/decisions/README.md"
 OPERATORS, MODULES, REFERENCE = "docs/ops.md", "docs/nn.md", "docs/reference.md"
-TABLES = "docs/performance_tables.md"  # every published figure; a page of the site alone
+TABLES = "docs/performance_tables.md"  # every published figure; the repository does not have this page
 COPIED = {".css", ".csv", ".ipynb", ".json", ".svg", ".txt"}
 
 
@@ -32,7 +32,7 @@ class Source(File):
 
 
 def links(document: str, text: str) -> Iterator[str]:
-    """The files of the repository that a document's text links to."""
+    """Yields the files of the repository that a document's text links to."""
     for target in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", re.sub(r"(?ms)^```.*?^```$", "", text)):
         path = (ROOT / document).parent.joinpath(target).resolve()
         if path.is_file():  # mkdocs reports the links to missing files
@@ -40,17 +40,17 @@ def links(document: str, text: str) -> Iterator[str]:
 
 
 def sources() -> list[str]:
-    """The documents, the files to which they link, and so on."""
+    """Returns the documents, the files that they link to, and so on."""
     patterns = ("*.md", "docs/**/*.md", "docs/*.css")
     found = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
-    for name in found:  # the list grows meanwhile
+    for name in found:  # the loop appends to the list
         if name.endswith(".md"):
             found += [target for target in dict.fromkeys(links(name, (ROOT / name).read_text())) if target not in found]
     return found
 
 
 def navigation() -> list[Any]:
-    """The table of docs/SUMMARY.md; the API reference and the decisions are sections of their own."""
+    """Returns the table of docs/SUMMARY.md, with sections for the API reference and the decisions."""
     table = (ROOT / SUMMARY).read_text().partition("\n| document |")[2]
     listed = [name for name in links(SUMMARY, table) if name.endswith(".md") and name not in (OPERATORS, DECISIONS)]
     records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / DECISIONS).parent.glob("[0-9]*.md"))
@@ -63,7 +63,7 @@ def navigation() -> list[Any]:
 
 
 def operators(text: str) -> str:
-    """docs/ops.md with mkdocstrings' text of each docstring. The anchors of the headings stay."""
+    """Replaces each docstring in docs/ops.md by mkdocstrings' text. The anchors of the headings stay."""
 
     def section(match: re.Match[str]) -> str:
         name, schemas = match[1], re.search(r"(?ms)^```text\nextension_cpp::.*?^```\n", match[0])
@@ -76,13 +76,13 @@ def operators(text: str) -> str:
 
 
 def modules(text: str) -> str:
-    """docs/ops.md's table of modules, which has the arguments that they inherit from torch.nn, with links."""
+    """Returns docs/ops.md's table of modules with links. It has the arguments that modules inherit from torch.nn."""
     table = text.partition("## Modules\n\n")[2].partition("## ")[0]
     return re.sub(r"(?m)^\| (`(\w+)\(.*?\)`) \|", r"| [\1][extension_cpp.nn.\2] |", table)
 
 
 def generated() -> dict[str, str]:
-    """The pages that only the site has."""
+    """Returns the pages that only the site has."""
     root = "\n    options: {show_root_heading: false, show_root_toc_entry: false"
     code = "show_if_no_docstring: true, show_signature: false, separate_signature: false, show_source: true"
     table = modules((ROOT / OPERATORS).read_text())
@@ -93,7 +93,7 @@ def generated() -> dict[str, str]:
     }
 
 
-# mkdocs calls these by their names.
+# mkdocs calls the next functions by name.
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -102,7 +102,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for file in list(files):
-        if file.src_dir == config.docs_dir:  # their paths begin there, and not at the root
+        if file.src_dir == config.docs_dir:  # these paths begin at docs/, and not at the root
             files.remove(file)
     for name in sources():
         if Path(name).suffix in {".md", *COPIED}:
@@ -129,5 +129,5 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """In a docstring "::" comes before a block. The page of reference.py shows its code without a click."""
+    """Removes the "::" that comes before a block in docstrings. Shows the code of reference.py without a click."""
     return html.replace("::</p>", ":</p>").replace('<details class="mkdocstrings-source"', "<details open")

@@ -1,10 +1,10 @@
-"""Measures the tests: plants the errors of planted_errors.py one by one, and lists those that no test sees.
+"""Measures the tests: plants the errors of planted_errors.py one by one, and lists the errors that no test detects.
 
     python -m scripts.planted [NUMBER | FILE]... [--cpu | --gpu] [--jobs N] [--everything]
     python -m scripts.planted --check    # only whether each error still applies
 
-Each error is planted in a copy of the checkout, in which ninja compiles only what changed. A test that fails there has
-killed the error if it passes in an unchanged copy. Exit status: 1 if an error is not killed and not marked `survives`.
+Each error is planted in a copy of the checkout, in which ninja compiles only what changed. A test kills the error if it
+fails there and passes in an unchanged copy. Exit status: 1 if an error is not killed and not marked `survives`.
 """
 
 import argparse
@@ -25,18 +25,18 @@ import build_library
 from scripts.planted_errors import CSRC, ERRORS, Planted
 
 ROOT = build_library.ROOT
-FOREIGN = 5  # failures that an unchanged copy has, too, before the tests count as useless
+FOREIGN = 5  # so many failures that an unchanged copy has, too, make the tests useless
 
 
 def planted_text(root: Path, error: Planted) -> str:
-    """The changed file; "" if the passage is not there exactly once."""
+    """Returns the changed file, or "" if the passage does not occur exactly once."""
     path = root / error.file
     text = path.read_text() if path.exists() else ""
     return text.replace(error.old, error.new) if text.count(error.old) == 1 else ""
 
 
 def copy_checkout(to: Path) -> None:
-    """Copies git's files and what was built, with the times that ninja compares."""
+    """Copies git's files and the build, with the times that ninja compares."""
     git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(git, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
     for name in (*names, f"extension_cpp/{build_library.LIBRARY}"):
@@ -48,7 +48,7 @@ def copy_checkout(to: Path) -> None:
 
 
 def run(command: list[str], root: Path, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {"TORCH_CUDA_ARCH_LIST": "native", **os.environ, "PYTHONPATH": str(root)}  # native: as `make`
+    environment = {"TORCH_CUDA_ARCH_LIST": "native", **os.environ, "PYTHONPATH": str(root)}  # native: as in `make`
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
@@ -57,7 +57,7 @@ def build(root: Path) -> bool:
 
 
 def failing_test(root: Path, output: str) -> str:
-    """The test that failed, or in which the process ended."""
+    """Returns the test that failed, or in which the process ended."""
     last = root / ".pytest_cache" / "v" / "cache" / "lastfailed"
     failed = json.loads(last.read_text()) if last.exists() else {}
     begun = re.findall(r"^(tests/\S+?\.py::.*?)(?: (?:PASSED|FAILED|SKIPPED|ERROR|XFAIL).*)?$", output, re.MULTILINE)
@@ -65,7 +65,7 @@ def failing_test(root: Path, output: str) -> str:
 
 
 def judge(root: Path, unchanged: Path, tests: list[str], timeout: float) -> tuple[str, str]:
-    """The verdict on an error that is planted and built in root, and the test that decided."""
+    """Returns the verdict on an error that is planted and built in root, and the test that decided."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-v", "--color=no", "--cache-clear"]
     foreign: list[str] = []
     while len(foreign) < FOREIGN:
@@ -87,7 +87,7 @@ def judge(root: Path, unchanged: Path, tests: list[str], timeout: float) -> tupl
 
 
 def measure(error: Planted, built: Path, unchanged: Path, everything: bool, timeout: float) -> tuple[str, str]:
-    """Plants one error in a copy of the tree `built`. Tests run there and in `unchanged`. Returns what `judge` does."""
+    """Plants one error in a copy of the tree `built`, and returns judge's verdict. Tests also run in `unchanged`."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name, "tree")
         shutil.copytree(built, root)
@@ -100,7 +100,7 @@ def measure(error: Planted, built: Path, unchanged: Path, everything: bool, time
 
 
 def chosen(options: argparse.Namespace) -> dict[int, Planted]:
-    """The errors that the options name, by number."""
+    """Returns the errors that the options name, by number."""
     return {
         number: error
         for number, error in enumerate(ERRORS, 1)

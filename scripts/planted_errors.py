@@ -1,6 +1,6 @@
-"""Errors of the kind that a review may miss, for scripts/planted.py. Whoever adds one has not read the tests.
+"""Errors that a review may miss, for scripts/planted.py. Authors of new ones must not have read the tests.
 
-Each changes one passage of one file, which occurs there exactly once. Its number is its place in ERRORS.
+Each error changes one passage of one file, which occurs there exactly once. Its number is its place in ERRORS.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ class Planted:
     old: str
     new: str
     why: str  # which input shows the error, and how
-    tests: str  # pytest's arguments: the tests that should see it
-    gpu: bool = False  # only a GPU shows it
-    survives: str = ""  # why no test has to see it
+    tests: str  # pytest's arguments: the tests that should detect the error
+    gpu: bool = False  # only a GPU shows the error
+    survives: str = ""  # why no test has to detect the error
 
 
 CSRC = "extension_cpp/csrc/"

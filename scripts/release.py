@@ -2,9 +2,9 @@
 
     python -m scripts.release [--python PATH]...
 
-The wheel is installed with every Python from 3.10 up that PATH and pyenv have: the oldest gets the oldest supported
-torch, the others the newest, as in scripts/matrix.py, which runs all tests there. The source distribution is built by
-pip in isolation, for the CPU, with the newest of them. An environment takes 5 GB while it is checked.
+The wheel is installed with every Python from 3.10 up that PATH and pyenv have. The oldest Python gets the oldest
+supported torch, and the others get the newest, as in scripts/matrix.py, which runs all tests there. pip builds the
+source distribution in isolation, for the CPU, with the newest Python. An environment takes 5 GB while it is checked.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from scripts import matrix
 
 DIST = matrix.ROOT / "dist"
 BUILD_SDIST = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
-# Forward, backward and a graph, beside PyTorch.
+# Checks forward, backward and a graph against PyTorch.
 CHECK = """
 import platform, torch, extension_cpp
 x = torch.randn(64, 96, requires_grad=True)

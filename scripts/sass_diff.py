@@ -1,12 +1,12 @@
-"""Shows whether a renaming or a move left the machine code of the GPU kernels as it was.
+"""Shows whether a renaming or a move left the machine code of the GPU kernels unchanged.
 
 Compares two builds of the library, one from before the change and one from after it:
 
     python scripts/sass_diff.py BEFORE.so AFTER.so --match norm --rename norm_cuda=norm
 
 Kernels are compared by the text of their instructions. Addresses, hexadecimal encodings and function names are left
-out. Kernels are paired by their demangled names, after --rename was applied to the names of BEFORE; kernels whose
-names have no partner are paired by equal code. Exit status: 0 if every kernel is identical or renamed, else 1.
+out. Kernels are paired by their demangled names, after --rename was applied to the names of BEFORE. Kernels whose names
+have no partner are paired by equal code. Exit status: 0 if every kernel is identical or renamed, else 1.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
     """One line of the table."""
 
     state: str
-    name: str  # "OLD -> NEW" of a renamed kernel
+    name: str  # "OLD -> NEW" for a renamed kernel
     detail: str = ""
 
 
@@ -43,19 +43,19 @@ STATES = ("identical", "renamed", "changed", "only before", "only after")
 
 
 def parse(lines: Iterable[str]) -> list[tuple[str, Code]]:
-    """Mangled name and instructions of each function in the output of `cuobjdump -sass`."""
+    """Returns the mangled name and the instructions of each function in the output of `cuobjdump -sass`."""
     found: list[tuple[str, list[str]]] = []
     for line in lines:
         if function := FUNCTION.match(line):
             found.append((function[1], []))
         elif (instruction := INSTRUCTION.match(line)) and found:
-            # A library has millions of instructions, but few different ones.
+            # Interning saves memory: a library has millions of instructions, but few different ones.
             found[-1][1].append(sys.intern(SYMBOL.sub("NAME", " ".join(instruction[1].split()))))
     return [(name, tuple(code)) for name, code in found]
 
 
 def disassemble(library: Path, arch: str) -> dict[str, list[Code]]:
-    """The code of every kernel, by its short demangled name."""
+    """Returns the code of every kernel, by its short demangled name."""
     command = [cuobjdump(), "-sass", "-arch", arch, str(library)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -69,7 +69,7 @@ def disassemble(library: Path, arch: str) -> dict[str, list[Code]]:
 
 
 def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, list[Code]]:
-    """The kernels with OLD replaced by NEW in their names, if OLD is a whole word there."""
+    """Returns the kernels with OLD replaced by NEW in their names, if OLD is a whole word there."""
     renamed: dict[str, list[Code]] = collections.defaultdict(list)
     for name, codes in kernels.items():
         for old, new in renamings:
@@ -79,7 +79,7 @@ def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 def differing(before: Code, after: Code) -> int:
-    """How many instructions differ, regardless of order; 1 if they only changed places."""
+    """Returns how many instructions differ, regardless of order, or 1 if they differ only in order."""
     counts = collections.Counter(before), collections.Counter(after)
     gone, new = counts[0] - counts[1], counts[1] - counts[0]
     return max(gone.total(), new.total(), 1)
@@ -108,7 +108,7 @@ def compare(before: Kernels, after: Kernels) -> list[Pair]:
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """A line for each kernel that is not identical, and the number of kernels in each state."""
+    """Returns a line for each kernel that is not identical, and the number of kernels in each state."""
     titles = {"renamed": "renamed, identical"}
     lines = [f"{titles.get(state, state):18s}  {name}{detail}" for state, name, detail in pairs if state != "identical"]
     count = collections.Counter(pair.state for pair in pairs)

@@ -1,4 +1,4 @@
-"""How the battery makes inputs, runs an op forward and backward, and judges a result against float64."""
+"""Makes inputs for the battery, runs an op forward and backward, and compares results with float64."""
 
 import functools
 import math
@@ -15,14 +15,14 @@ from tests import judge
 from tests.judge import Expected, Result, assert_right, convert, run
 from tests.opspec import Make, OpSpec, Sample, as_tuple, leaves
 
-__all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # of the judge, for the tests
+__all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # re-exports names of judge.py for the tests
 
-# Widths of rows of whole vectors, up to the widest that fits into a CTA. The norms have one or two kernels for each.
+# Row widths that are whole vectors, up to the widest that one CTA holds. The norms have one or two kernels for each.
 NORM_WIDTHS = (
     *(64, 256, 384, 512, 640, 768, 1000, 1024, 1280, 1536, 1800, 2048, 2304, 2560, 3072, 4096, 4608, 5120, 6144),
     *(7168, 8192, 9216, 10240, 11264, 12288, 13312, 14336, 15000, 16000, 16384),
 )
-# Widths of rows that begin between multiples of 16 bytes.
+# Row widths at which rows are not aligned to 16 bytes.
 ODD_WIDTHS = (33, 129, 257, 385, 513, 769, 1025, 1537, 2049, 3001, 4097, 5121, 8193, 10001, 16385)
 
 LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels_last")
@@ -33,12 +33,12 @@ class Strides:
     """A layout of up to len(order) dimensions, in any order in memory, with gaps, an offset and expanded dimensions."""
 
     order: tuple[int, ...]  # the outermost dimension first
-    steps: tuple[int, ...]  # a dimension's stride is this many times the extent of the dimensions inside it
+    steps: tuple[int, ...]  # a dimension's stride, as a multiple of the extent of the dimensions inside it
     expanded: frozenset[int]
     offset: int
 
     def of(self, x: Tensor) -> Tensor:
-        """A copy of x in this layout. An expanded dimension repeats its first slice."""
+        """Returns a copy of x in this layout. An expanded dimension repeats its first slice."""
         strides, size = [0] * x.dim(), 1
         for d in (d for d in reversed(self.order) if d < x.dim()):
             strides[d] = size * self.steps[d]
@@ -49,14 +49,14 @@ class Strides:
 
 
 def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
-    """A copy of x in another layout. An expanded dimension repeats its first slice."""
+    """Returns a copy of x in another layout. An expanded dimension repeats its first slice."""
     if isinstance(layout, Strides):
         return layout.of(x)
     if layout == "sliced":
         wide = x.new_full([*x.shape[:-1], 2 * x.shape[-1] + 1], 7.0)
         wide[..., 1::2] = x
         return wide[..., 1::2]
-    if layout == "padded":  # a row may begin at any multiple of an element's size
+    if layout == "padded":  # a row may begin at any multiple of the element size
         wide = x.new_full([*x.shape[:-1], x.shape[-1] + 3], 7.0)
         wide[..., :-3] = x
         return wide[..., :-3]
@@ -75,17 +75,17 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
     return x.contiguous()
 
 
-# Float64 tensors, and the generator's state after each. The key is the generator's seed and the shapes of all tensors
-# that it drew: every op and dtype asks for the same ones, and to draw a tensor takes longer than most ops on it. Nobody
-# may write into them. The largest tensor that is kept is the largest of test_runtime.py on the CPU; all of them take
-# 256 MiB.
+# Caches random float64 tensors, because drawing one takes longer than most ops on it. Every op and dtype asks for the
+# same tensors. The key is the generator's seed and the shapes that it drew so far; the value also holds the generator's
+# next state. Nobody may write into these tensors. They take at most 256 MiB; the largest is from test_runtime.py on the
+# CPU.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_ELEMENTS, MOST_DRAWN = 300 * 1025, 1 << 25
-DRAWN_ON_GPU = 1 << 20  # elements from which a GPU draws a tensor: on the CPU this takes most of a test's time
+DRAWN_ON_GPU = 1 << 20  # at least so many elements are drawn on the GPU: the CPU would take most of the test
 
 
 def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]], device: str) -> Tensor:
-    """The next tensor that the generator draws. It has the last of the shapes."""
+    """Returns the next tensor that the generator draws. Its shape is the last one of `shapes`."""
     key = (generator.initial_seed(), *shapes)
     if device == "cuda" and math.prod(shapes[-1]) >= DRAWN_ON_GPU:
         on_gpu = torch.Generator(device).manual_seed(generator.initial_seed() + len(shapes))
@@ -111,8 +111,8 @@ def maker(
     spread: float = 1.0,
     mean: float = 0.0,
 ) -> Make:
-    """A function make(shape) of random normal leaves that require grad. Up to a million elements, every device has the
-    same values."""
+    """Returns a function make(shape) that makes random normal leaves that require grad. Tensors of less than 2^20
+    elements have the same values on every device."""
     generator = torch.Generator().manual_seed(seed)
     shapes: list[tuple[int, ...]] = []
 
@@ -127,24 +127,24 @@ def maker(
 
 
 def rows_for(device: str, rows: int, cols: int) -> int:
-    """The rows of a matrix: `rows` on a GPU, where they decide which kernel runs; on the CPU some blocks of work."""
+    """Returns `rows` on a GPU, where it decides which kernel runs. On the CPU a few blocks of work are enough."""
     return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
 
 
 def last_level_cache() -> int:
-    """The size in bytes from which the CPU streams results: what csrc/common/cpu/level.c finds, else its default."""
+    """Returns the size in bytes from which the CPU streams results, read as csrc/common/cpu/level.c reads it."""
     size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
     return int(size.read_text().strip().removesuffix("K")) << 10 if size.exists() else 32 << 20
 
 
 def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:
-    """A sample of layer_norm or rms_norm over the last dimension."""
+    """Returns the arguments of layer_norm or rms_norm over the last dimension."""
     shape = (x.shape[-1],)
     return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
 
 
 def with_float_weights(sample: Sample) -> Sample:
-    """The same call with the leaves of one dimension in float32."""
+    """Returns the same call with one-dimensional leaves, such as weights, converted to float32."""
 
     def one(x: Any) -> Any:
         weight = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 1
@@ -160,7 +160,7 @@ def _eighths(shape: tuple[int, ...]) -> Tensor:
 
 
 def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tensor]:
-    """A grad_out with the same values for every dtype and device: multiples of 1/8 up to 2, which are exact in all."""
+    """Returns a function that makes a grad_out of multiples of 1/8 up to 2, which every dtype represents exactly."""
 
     def grad_out(output: Tensor) -> Tensor:
         g = _eighths(tuple(output.shape)).to(output.device, output.dtype, copy=True)  # an op may write into it
@@ -170,12 +170,12 @@ def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tens
 
 
 def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Expected:
-    """What a call should give, with random_grad(grad_layout) as the gradients of its results."""
+    """Returns what a call should give, with random_grad(grad_layout) as the gradients of its results."""
     return judge.expect(spec, sample, random_grad(grad_layout))
 
 
 def result_dtype(spec: OpSpec, sample: Sample, number: int) -> torch.dtype:
-    """The dtype of a result that is floating point; the last ones are the arguments that the op writes."""
+    """Returns the expected dtype of a floating-point result. Results that are written arguments come last."""
     if number < len(spec.result_dtypes) and (dtype := spec.result_dtypes[number]) is not None:
         return dtype
     dtype = sample.args[0].dtype
@@ -190,7 +190,7 @@ def check(
     limits: bool = False,
     expected: Expected | None = None,
 ) -> Result:
-    """Runs the op and judges outputs and gradients. The default of `expected` is expect() of the sample."""
+    """Runs the op and asserts that outputs and gradients are right. `expected` defaults to expect() of the sample."""
     dtype = sample.args[0].dtype
     ours = run(spec.function, sample, random_grad(grad_layout))
     expected = expected or expect(spec, sample, grad_layout)
@@ -204,7 +204,7 @@ def check(
 
 
 class Calls(TorchDispatchMode):
-    """Records the operators that are called and are not PyTorch's own, and their arguments."""
+    """Records the calls of operators that are not PyTorch's own, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Options, devices, and poisoned memory: an element that a kernel forgets to write is never right by luck."""
+"""Defines options, devices and poisoned memory, in which an element that a kernel does not write is never right."""
 
 import atexit
 import ctypes
@@ -10,32 +10,31 @@ import tempfile
 from collections.abc import Generator
 from typing import Any
 
-# Threads that wait by spinning take the cores from those that work, on a machine that does something else as well.
-# OpenMP reads this when torch is loaded, here and in what the tests start.
+# Waiting OpenMP threads must sleep, because spinning would take cores from other work on the machine. OpenMP reads this
+# variable when torch is loaded, here and in subprocesses of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Workers share the machine: each has one thread, and so has what its tests start. Two threads that wait for each other
-# while another worker has a core take three times as long as one. That results do not depend on the number of threads
-# is in battery/test_runtime.py.
+# Workers share the machine, so that each worker and each of its subprocesses has one thread. With two threads, which
+# wait for each other while another worker has a core, a test takes three times as long. battery/test_runtime.py tests
+# that results do not depend on the number of threads.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# transformers as it is without Hugging Face's `kernels`, whose hooks make its models impossible to pickle (test_hub.py
-# runs it with them).
+# Disables Hugging Face's `kernels`, whose hooks make transformers' models impossible to pickle. test_hub.py has them.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
 
-# Inductor's cache of an earlier run would hide that a fake has changed. One for this run and what it starts.
+# This run and its subprocesses share a new Inductor cache: an old cache would hide that a fake has changed.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import pytest
 
-# Fresh blocks of the C allocator are filled with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16); the
-# compiled ops allocate without PyTorch's own fill_uninitialized_memory. M_PERTURB takes the complement of the fill.
+# Fills fresh blocks of the C allocator with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16). The ops
+# allocate without PyTorch's fill_uninitialized_memory. M_PERTURB takes the complement of the byte.
 M_PERTURB, M_MMAP_MAX, M_TRIM_THRESHOLD = -6, -4, -1
 ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
-# Large blocks come from the heap and stay there: the kernel zeroes every page that it hands out anew.
+# Keeps large blocks in the heap, because the operating system would zero every page of a new mapping.
 ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
 ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -48,13 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The quick tier has Inductor make its own kernels without vector instructions. They compile in half of the time,
-    and no process tries first, in a Python that imports torch, whether this machine has them. Our kernels are the same.
+    """In the quick tier Inductor generates kernels without vector instructions, which compile in half of the time. It
+    also skips a subprocess that imports torch to find out which instructions the machine has. Our kernels are the same.
     """
     if not config.getoption("--slow"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    if config.getoption("dist", "no") == "no":  # else this process has the tests run, and needs no torch
-        gc.disable()  # until all is imported and collected, which stays for good
+    if config.getoption("dist", "no") == "no":  # otherwise this process only starts workers, and needs no torch
+        gc.disable()  # pytest_collection_finish enables it again, when all modules are imported
         import torch
 
         torch.set_num_threads(1 if os.environ.get("OMP_NUM_THREADS") == "1" else 2)
@@ -79,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """A test of an op whose kernels lack the formula says where it is to be written."""
+    """A failed test of an op whose kernels still lack the formula reports where to write it."""
     report = yield
     values = item.callspec.params if hasattr(item, "callspec") else {}
     spec = values.get("spec")
@@ -95,7 +94,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: item.path.parent.name == "battery"
-    )  # last: in small parts, so that workers end together
+    )  # the battery runs last: its parts are small, so that all workers end together
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
@@ -103,31 +102,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Millions of objects of torch and of the tests stay for good: garbage collections need not look at them, and where
-    PyTorch traces graphs there are many collections."""
+    """Excludes the objects that exist after collection from garbage collection. There are millions of them, all of them
+    stay, and tracing by PyTorch triggers many collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()
 
 
-@pytest.hookimpl(trylast=True)  # a test's own torch.cuda is gone by then
+@pytest.hookimpl(trylast=True)  # runs after monkeypatch has restored a test's torch.cuda
 def pytest_runtest_teardown() -> None:
-    """Workers share a GPU: what a large test leaves in this one's cache goes back."""
+    """Frees cached GPU memory after a large test, because workers share a GPU."""
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**31:
         torch.cuda.empty_cache()
 
 
 def pytest_unconfigure() -> None:
-    """Else the last collection finds no module, and Triton's binding prints a page of what "leaked"."""
+    """Unfreezes the objects: otherwise the last collection misses modules, and Triton's binding reports "leaks"."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What a worker takes at a time with --dist loadfile: one op of the battery, which comes last, so that the
-    workers end together; one function of test_scaffold.py; of others a file, as its tests share what they compiled."""
+    """Sets what a worker takes at a time with --dist loadfile. From the battery, which comes last, it is one op, so
+    that workers end together. From test_scaffold.py it is one function. Other tests share compiled code and go by file.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -139,7 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return f"battery {test.rpartition('-')[2]}"
             return nodeid.partition("[")[0] if file.endswith("test_scaffold.py") else file
 
-    config.option.loadscopereorder = False  # by the number of tests
+    config.option.loadscopereorder = False  # do not reorder by the number of tests
     return Scheduling(config, log)
 
 

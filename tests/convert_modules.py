@@ -1,4 +1,4 @@
-"""Modules for test_convert_parts.py. They are in a file, not in a function, because convert reads their source."""
+"""Modules for test_convert_parts.py. They must be in a file of their own, because convert reads their source."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ WIDTH = 16
 
 
 class MLP(nn.Module):
-    """Three linear layers and an activation, as in Llama."""
+    """An MLP of three linear layers and an activation, as in Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Named(MLP):
 
 
 class NamedTwice(MLP):
-    """The activation's result is used a second time, so it must still be computed."""
+    """Uses the result of the activation a second time, so that convert must keep the activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.act(self.gate(x))
@@ -53,7 +53,7 @@ class NamedTwice(MLP):
 
 
 class InPlaceBeforeProduct(MLP):
-    """What was activated has changed when the product is computed."""
+    """Changes the activation's input in place before the product, so that convert must not fuse the two."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.gate(x)
@@ -73,7 +73,7 @@ class FunctionalTanh(MLP):
 
 
 class FunctionalOther(MLP):
-    """A local name `silu` that is not PyTorch's function."""
+    """Names a local variable `silu` that is not PyTorch's function."""
 
     def forward(self, x: Tensor) -> Tensor:
         silu = torch.sigmoid
@@ -81,7 +81,7 @@ class FunctionalOther(MLP):
 
 
 class Broadcast(MLP):
-    """The gate broadcasts: one number for each row."""
+    """Multiplies by a gate that broadcasts, with one number for each row."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.gate(x)[..., :1]) * self.up(x))
@@ -97,7 +97,7 @@ def noted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def held(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator that is not one of the known forms."""
+    """A decorator that convert does not recognize."""
     functions = [function]
 
     @functools.wraps(function)
@@ -111,7 +111,7 @@ class Decorated(MLP):
     @noted
     @noted
     def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:
-        """Says what it does."""
+        """Scales the result. The converted forward must have this docstring, too."""
         return self.down(self.act(self.gate(x)) * self.up(x)) * scale
 
 
@@ -130,7 +130,7 @@ class FinalMLP(MLP):
 
 
 class Block(nn.Module):
-    """Two branches, each after a norm."""
+    """A block with two branches, each after a norm."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class DropoutFirst(Block):
 
 
 class DropoutWithKeyword(Block):
-    """What torch.nn.Dropout does not take, but a module in its place may."""
+    """Passes a keyword to dropout that torch.nn.Dropout does not take, but that a user's module may."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.mix(self.norm1(x)), scale=3.0)
@@ -183,7 +183,7 @@ class DropoutFunction(Block):
 
 
 class DropoutKept(Block):
-    """The result of dropout is used a second time, so it must still be computed."""
+    """Uses the result of dropout a second time, so that convert must keep the dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.mix(self.norm1(x)))
@@ -192,7 +192,7 @@ class DropoutKept(Block):
 
 
 class DropoutTwice(Block):
-    """Both terms of the sum have the result of dropout."""
+    """Adds two terms that both contain the result of dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(self.mix(self.norm1(x)))
@@ -209,7 +209,7 @@ class PostNorm(Block):
 
 
 class Branched(Block):
-    """An optional branch between the two, like GPT-2's cross attention."""
+    """Has an optional branch between the other two, like GPT-2's cross attention."""
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         residual = x
@@ -228,7 +228,7 @@ class Branched(Block):
 
 
 class InPlaceBetween(Block):
-    """A call before the norm may change the norm's input in place."""
+    """Calls a function that changes the norm's input in place before the norm reads it."""
 
     def forward(self, x: Tensor) -> Tensor:
         s = x + self.mix(x)
@@ -236,7 +236,7 @@ class InPlaceBetween(Block):
 
 
 class DropoutElsewhere(Block):
-    """The dropout before the sum has another tensor as its input."""
+    """Applies dropout before the sum, but to a tensor that is not in the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.mix(self.norm1(x))
@@ -246,7 +246,7 @@ class DropoutElsewhere(Block):
 
 
 class BranchedOnSum(Block):
-    """The condition tests the sum itself, which was None before."""
+    """Tests the sum itself in a condition, where its name was None before."""
 
     def forward(self, x: Tensor) -> Tensor:
         s = None
@@ -259,14 +259,14 @@ class BranchedOnSum(Block):
 
 
 class SumsInOneStatement(Block):
-    """One beside another, which has one inside."""
+    """Has two sums in one statement, and a third sum inside one of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm2(x + self.drop(self.mix(x))) * self.norm2(x + self.norm2(self.mlp(x) + x))
 
 
 class BroadcastSum(Block):
-    """The sum broadcasts, as with BERT's position embeddings."""
+    """Adds tensors that broadcast, as BERT's position embeddings do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(self.mix(x)) + self.mlp(x[:1])
@@ -283,7 +283,7 @@ def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tupl
 
 
 def half_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates q correctly, and detaches k from its gradient."""
+    """Rotates q correctly, and detaches k, so that k gets no gradient."""
     return apply_rotary_pos_emb(q, k.detach(), cos, sin)
 
 
@@ -306,27 +306,27 @@ class DetachedAttention(Attention):
 
 
 def rotary_of_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """As in Gemma3n."""
+    """Rotates one tensor, as in Gemma3n."""
     first, second = x.chunk(2, -1)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def rotary_of_sin_and_cos(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """As in GPT-J, with half as many columns."""
+    """Takes sin before cos, with half as many columns, as in GPT-J."""
     sin, cos = (table[:, :, None, ::2].repeat_interleave(2, -1) for table in (sin, cos))
     return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
 
 
 def rotary_of_complex(q: Tensor, k: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """As in Llama4."""
+    """Rotates by complex multiplication, as in Llama4."""
     turned = [torch.view_as_complex(x.unflatten(-1, (-1, 2))) * frequencies[:, :, None] for x in (q, k)]
     q, k = (torch.view_as_real(x).flatten(-2) for x in turned)
     return q, k
 
 
 class OneByOne(Attention):
-    """The queries have their heads before the tokens, and the keys after them."""
+    """Rotates queries with heads before the tokens, and keys with heads after the tokens."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k = (y.unflatten(-1, (-1, WIDTH)) for y in (self.q(x), self.k(x)))
@@ -357,7 +357,7 @@ class Unpacked(Attention):
 
 
 class Rope:
-    """What has functions as its attributes."""
+    """A class that has a function as its attribute."""
 
     apply_rope = staticmethod(rotary_of_one)
 
@@ -376,7 +376,7 @@ def rope_length(x: Tensor) -> int:
 
 
 class NoRope(Attention):
-    """Names that have "rope" in them and rotate nothing."""
+    """Calls functions whose names contain "rope" but which rotate nothing."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return get_property(x, cos, sin)[:, : rope_length(x)]

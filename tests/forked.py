@@ -1,8 +1,8 @@
-"""python(...) runs Python in a new process in which torch is already imported: milliseconds instead of seconds.
+"""Runs Python in a new process in which torch is already imported, in milliseconds instead of seconds.
 
-A server imports torch and its compiler, which PyTorch's optimizers import as well, and forks for each call. So whatever
-torch and its libraries read at import is as of the server's start. The package itself is not imported. Tests of how
-Python or torch starts, or of what is imported when, use a real interpreter.
+A server imports torch and its compiler, which PyTorch's optimizers import as well, and forks for each call. What torch
+and its libraries read at import therefore has the value of the server's start. The package is not imported. Tests of
+how Python or torch starts, or of imports, must use a real interpreter.
 """
 
 import atexit
@@ -35,7 +35,7 @@ def _server() -> subprocess.Popen[str]:
 def python(
     *words: object, cwd: str | Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python WORDS`: -c CODE, -m MODULE or a file, and its arguments."""
+    """Runs `python WORDS`, where WORDS are -c CODE, -m MODULE or a file, and its arguments."""
     command = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder, LOCK:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -49,7 +49,7 @@ def python(
 
 
 def _become(request: dict) -> None:
-    """Runs the command as the interpreter would, with its standard streams in files."""
+    """Runs the command as the interpreter would, with its standard streams redirected to files."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -63,7 +63,7 @@ def _become(request: dict) -> None:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     elif first == "-m":
-        sys.path[0], sys.argv = request["cwd"], [first, *rest[1:]]  # runpy replaces sys.argv[0] with the module's path
+        sys.path[0], sys.argv = request["cwd"], [first, *rest[1:]]  # runpy replaces sys.argv[0] by the module's path
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = os.path.dirname(first), [first, *rest]
@@ -71,7 +71,7 @@ def _become(request: dict) -> None:
 
 
 def _end(request: dict) -> NoReturn:
-    """Runs the command and exits as the interpreter does, but without destroying modules, which takes longer than the
+    """Runs the command and exits like the interpreter, but without destroying modules, which takes longer than a
     fork."""
     returned = 0
     try:
@@ -83,7 +83,7 @@ def _end(request: dict) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         returned = 1
-    # At exit the interpreter waits for threads before it calls the atexit functions. No stub declares _shutdown.
+    # At exit the interpreter waits for threads before it calls the atexit functions. _shutdown is in no type stub.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -92,15 +92,15 @@ def _end(request: dict) -> NoReturn:
 
 
 def _serve() -> None:
-    import torch._dynamo  # noqa: F401  # every fork inherits it, and torch
+    import torch._dynamo  # noqa: F401  # every fork inherits this import
 
-    gc.freeze()  # else a fork's garbage collector visits all of torch's objects and copies their pages
+    gc.freeze()  # otherwise the garbage collector of a fork visits all objects of torch and copies their pages
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             _end(json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    os._exit(0)  # else Triton's binding prints a page of what "leaked": frozen objects
+    os._exit(0)  # skips the cleanup, in which Triton's binding would report the frozen objects as "leaked"
 
 
 if __name__ == "__main__":

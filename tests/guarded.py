@@ -1,8 +1,7 @@
-"""Runs every op on a GPU whose memory has guard bytes around each tensor and each piece of scratch.
+"""Runs every op on a GPU whose memory has guard bytes around each tensor and each piece of scratch memory.
 
-`python -m tests.guarded` prints a line for each op, shape and dtype whose calls damaged guard bytes. It is a program of
-its own, because PyTorch's allocator can only be replaced before the first tensor. compute-sanitizer finds more, and
-takes hours.
+`python -m tests.guarded` prints a line for each op, shape and dtype whose calls damaged guard bytes. This is a program,
+because PyTorch's allocator can only be replaced before the first tensor. compute-sanitizer finds more, in hours.
 """
 
 import ctypes
@@ -21,15 +20,15 @@ from tests.checks import as_tuple, leaves, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
 SOURCE = Path(__file__).parent / "c" / "guarded_allocator.c"
-# Rows that are no multiple of what a CTA or a chunk takes, and widths for each kind of kernel: sums over many rows,
-# wide rows of a cluster, few columns.
+# Row counts that are no multiple of the rows of a CTA or a chunk. The widths reach each kind of kernel: sums over many
+# rows, wide rows in a cluster, and few columns.
 SHAPES = [(71, 33), (3001, 257), (515, 4096), (21, 50257), (70001, 3)]
-SAMPLES = 3  # of each shape: an allocation takes a hundred times as long as with PyTorch's allocator
+SAMPLES = 3  # samples per shape: an allocation takes a hundred times as long as with PyTorch's allocator
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def load_allocator(folder: str) -> ctypes.CDLL:
-    """Makes PyTorch allocate by guarded_allocator.c."""
+    """Makes PyTorch allocate with guarded_allocator.c."""
     library = Path(folder) / "guarded_allocator.so"
     subprocess.run(
         [*compiler("CC", "cc", "gcc"), "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(library)], check=True
@@ -42,20 +41,21 @@ def load_allocator(folder: str) -> ctypes.CDLL:
 
 
 def damaged_by(library: ctypes.CDLL, call: Callable[[], object]) -> int:
-    """How many blocks were freed damaged during the call. A tensor that outlives it is looked at later, or never."""
+    """Returns how many freed blocks had damaged guard bytes during the call. Tensors that outlive it are not
+    checked."""
     before = library.guarded_damaged()
     call()
     return int(library.guarded_damaged() - before)
 
 
 def write_behind() -> None:
-    """One byte behind a tensor: what the guard bytes must show."""
+    """Writes one byte behind a tensor, to check that the guard bytes detect the write."""
     x = torch.empty(3, device="cuda")
     ctypes.CDLL(None).cudaMemset(ctypes.c_void_p(x.data_ptr() + x.nbytes), 0, ctypes.c_size_t(1))
 
 
 def run_samples(spec: OpSpec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Makes the samples, too: as it returns their tensors are freed, which may also be damaged."""
+    """Runs forward and backward of some samples, which are made here, so that their tensors are freed on return."""
     for sample in itertools.islice(spec.sample_inputs(maker("cuda", dtype), shape), SAMPLES):
         forward_and_backward(spec, sample)
 

@@ -2,7 +2,7 @@
 
     python -m tests.hub_models VARIANT DEVICE      prints its results as JSON, for test_hub.py
 
-It needs its own process, because transformers reads USE_HUB_KERNELS once, at import.
+This is a program, because transformers reads USE_HUB_KERNELS once, at import.
 """
 
 import json
@@ -41,8 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", DECODER | {"sliding_window": 8}),
     "gpt2": ("GPT2", GPT2),
 }
-# From kernel layer names in transformers to our layers. transformers has the names up to rotary_pos_emb; name_layers
-# sets the others.
+# Maps kernel layer names to our layers. transformers has those up to rotary_pos_emb; name_layers sets the others.
 LAYERS = {"RMSNorm": "RMSNorm", "SiLU": "SiLU", "GeLU": "GeLU", "GeluTanh": "GeluTanh", "NewGELU": "GeluTanh"}
 LAYERS |= {"rotary_pos_emb": "RotaryPosEmb"}
 LAYERS |= {name: name for name in ("LayerNorm", "GemmaRMSNorm", "SwiGLUMLP", "GeGLUMLP")}
@@ -67,7 +66,7 @@ def make(name: str, dtype: torch.dtype, device: str) -> nn.Module:
     model_class = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}.get(kind, f"{kind}ForCausalLM")
     model = getattr(transformers, model_class)(config).to(dtype).train()
     with torch.no_grad():
-        for parameter in model.parameters():  # norm weights of all ones would hide a mistake in their use
+        for parameter in model.parameters():  # norm weights of all ones would hide their wrong use
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.to(device)
 
@@ -81,7 +80,7 @@ def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def replaced(model: nn.Module, namespace: str) -> dict[str, int]:
-    """How many forward methods are our layers', by layer name."""
+    """Counts the forward methods that were replaced by those of our layers, by layer name."""
     counted: dict[str, int] = {}
     for module in model.modules():
         for each in (module, *getattr(module, "_kernel_funcs", {}).values()):
@@ -106,9 +105,9 @@ def with_layers(name: str, dtype: torch.dtype, device: str, variant: Path) -> nn
 def main() -> None:
     variant, device = Path(sys.argv[1]), sys.argv[2]
     cases = [(name, dtype, device) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
-    # Before the first kernelize, which replaces functions such as apply_rotary_pos_emb for all models of the process.
+    # Runs before the first kernelize, which replaces functions such as apply_rotary_pos_emb in the whole process.
     stock = {case: step(make(*case)) for case in cases}
-    # The same models in float64, with parameters that are already rounded to dtype.
+    # The same models in float64. Their parameters are already rounded to dtype.
     exact = {case: step(make(*case).double()) for case in cases}
 
     kernel = get_local_kernel(variant)

@@ -1,20 +1,20 @@
-"""Judges results against float64: the rounding error that each element may have.
+"""Compares results with float64 and computes the rounding error that each element may have.
 
-An op computes in float32 (for float64: in float64) and rounds its result once. So an element may differ from the exact
-value by
+An op computes in float32 (for float64 inputs in float64) and rounds its result once. An element may therefore differ
+from the exact value by
 
     eps(result) |exact| + tiny(result) + c eps(computed) (size + smallest normal number) + rounded + saved
 
 * tiny: the smallest subnormal number of the result's dtype.
-* size: the sum of the absolute values of all terms that the formula adds for this element. Terms that cancel leave
-  their rounding errors. `c` counts the roundings of a term and of its way through the sum, as the spec derives it. A
-  denormal number rounds as the smallest normal one. A term that overflows may leave anything.
-* rounded: the change by numbers that the op rounds to its dtype before it uses them, such as logits.
-* saved: the same for results of the op that its backward reads. Its backward is judged once more, by the exact gradient
-  for these results (`from_saved` of the spec), and then has no such change.
+* size: the sum of the absolute values of all terms that the formula adds for this element. The rounding errors of terms
+  remain even if the terms cancel. `c` counts how often a term and its partial sums are rounded; the spec derives it. A
+  denormal number is rounded as much as the smallest normal one. After an overflow any value is allowed.
+* rounded: the change by rounding intermediate numbers, such as logits, to the op's dtype.
+* saved: the change by rounding the results that backward reads. Backward is also compared with the exact gradient for
+  the rounded results (`from_saved` of the spec), where this change is 0.
 
-A spec gives them by its function `terms`. Without one, the changes of the exact results show the sizes of the terms, if
-the inputs and all numbers on the way change a little (`perturbed`).
+The function `terms` of a spec computes these sizes. Without it, `perturbed` estimates them: it changes the inputs and
+all intermediate numbers a little and sees how much the exact results change.
 """
 
 import functools
@@ -31,14 +31,14 @@ from torch.utils._pytree import tree_map
 
 from tests.opspec import Call, OpSpec, Sample, Terms, as_tuple, leaves
 
-# In float64 the reference also rounds, and adds in a different order. `c` must cover both.
+# In float64 the reference rounds, too, and adds in a different order. `c` must cover the errors of both.
 LEAST_C_OF_FLOAT64 = 32.0
-# How often numbers change by up to eps, and c. Of 8 draws the largest is near the largest change that is possible for
-# few terms; for n terms it is sqrt(n) times smaller than the sum of their sizes, as rounding errors are.
+# Each of 8 draws changes all numbers by up to eps at random. For few terms the largest change of 8 draws is near the
+# largest possible one. For n terms it is about sqrt(n) times smaller, and so are rounding errors.
 DRAWS, C_OF_DRAWS = 8, 16.0
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGE = 1e150  # stands for an infinity in sizes, where inf * 0 would be NaN
+LARGE = 1e150  # replaces an infinity in sizes, where inf * 0 would be NaN
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Result:
 
 
 def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
-    """Runs forward and backward. grad_out(output) is the gradient of an output."""
+    """Runs forward and backward, where grad_out(output) is the gradient of an output."""
     with torch.enable_grad():
         outputs = as_tuple(function(*sample.args, **sample.kwargs))
     results = tuple(output.detach() for output in outputs)
@@ -66,7 +66,7 @@ def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor
 
 
 def convert(sample: Sample, dtype: torch.dtype) -> Sample:
-    """The same call with leaves of another dtype. A seed keeps its dtype."""
+    """Returns the same call with floating-point tensors of another dtype. A seed keeps its dtype."""
 
     def one(x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -82,8 +82,8 @@ def run_with(function: Callable[..., Any], sample: Sample, grads: list[Tensor]) 
 
 
 def of_absolute_values(reference: Callable[..., Any], call: Call) -> Result:
-    """The sizes of a formula of products and sums alone: what it gives for the absolute values of all numbers. All
-    tensors get gradients."""
+    """Returns the sizes of the terms of a formula that has only products and sums, by evaluating it for the absolute
+    values of all tensors. All floating-point tensors get gradients."""
 
     def absolute(x: Any) -> Any:
         is_number = isinstance(x, Tensor) and x.is_floating_point()
@@ -95,10 +95,10 @@ def of_absolute_values(reference: Callable[..., Any], call: Call) -> Result:
 
 @dataclass
 class Truth:
-    """What a call should give, and by how much rounding may change it."""
+    """The exact results of a call, and the rounding errors that they may have."""
 
     exact: Result
-    terms: Callable[[], list[Terms]]  # of outputs and gradients in their order
+    terms: Callable[[], list[Terms]]  # terms of the outputs, followed by those of the gradients
     keep_saved: bool = True
 
     @functools.cached_property
@@ -106,7 +106,7 @@ class Truth:
         return self.terms()
 
     def allowed(self, number: int, dtype: torch.dtype) -> Tensor:
-        """The error that each element of a tensor may have."""
+        """Returns the error that each element of a tensor may have."""
         _, exact = list(self.exact.tensors())[number]
         terms = self.known_terms[number]
         info = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
@@ -117,19 +117,19 @@ class Truth:
 
 
 def zero_for_nan(x: Tensor | float) -> Tensor:
-    """Where a size is NaN, an input is not finite: there the judge allows no error but that of one rounding."""
+    """Replaces NaN, which means that an input is not finite, by 0. Only the error of one rounding is allowed there."""
     return torch.as_tensor(x).nan_to_num(0.0, math.inf)
 
 
 def least_allowed(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The error of one rounding of the exact value."""
+    """Returns the error of one rounding of the exact value."""
     info = torch.finfo(dtype)
     return exact.abs() * info.eps + info.smallest_normal * info.eps
 
 
 @dataclass
 class Expected:
-    """The truth about a call from end to end and, if backward reads rounded results, about each operator alone."""
+    """The exact results of a whole call and, if backward reads rounded results, of each operator alone."""
 
     spec: OpSpec
     call: Call
@@ -146,7 +146,7 @@ class Expected:
 
 
 def terms_of(spec: OpSpec, call: Call) -> list[Terms]:
-    """The terms of every output and of the gradient of each leaf."""
+    """Returns the terms of every output and of the gradient of each leaf."""
     assert spec.terms is not None
     with torch.no_grad():
         outputs, gradients = spec.terms(call)
@@ -154,13 +154,13 @@ def terms_of(spec: OpSpec, call: Call) -> list[Terms]:
 
 
 class Rounded(TorchDispatchMode):
-    """Changes every number that PyTorch computes, forward and backward, by up to eps of it, a denormal number as the
-    smallest normal one. What overflows the dtype is infinite."""
+    """Changes every number that PyTorch computes, forward and backward, by a random error of up to eps. A denormal
+    number changes as much as the smallest normal one. A number that overflows the dtype becomes infinite."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.info, self.generator = torch.finfo(dtype), torch.Generator().manual_seed(0)
-        self.eps = max(self.info.eps, 2.0**-30)  # changes of float64's own would drown in the reference's roundings
+        self.eps = max(self.info.eps, 2.0**-30)  # less would drown in the reference's own rounding
 
     def changed(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -178,8 +178,8 @@ class Rounded(TorchDispatchMode):
 
 
 def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[Terms]:
-    """Sizes from the changes of the exact results, in units of eps, if the inputs and all that the reference computes
-    from them change by up to eps. What PyTorch computes in one operator, such as a norm, changes as a whole."""
+    """Estimates sizes by random changes of up to eps of the inputs and of all intermediate results of the reference. A
+    PyTorch operator such as a norm changes its result as a whole."""
     mode = Rounded(call.computed)
 
     def moved(x: Any) -> Any:
@@ -187,7 +187,7 @@ def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[
 
     changes = [
         x.double().abs() for _, x in exact.tensors()
-    ]  # at least the value's own size, for results that are not sums
+    ]  # a size is at least the value itself, for results that are not sums
     for _ in range(DRAWS):
         sample = Sample(tuple(map(moved, call.sample.args)), {name: moved(x) for name, x in call.sample.kwargs.items()})
         grads = [moved(g) for g in call.grads]
@@ -202,15 +202,15 @@ def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[
 
 
 def dtype_of(sample: Sample) -> torch.dtype:
-    """The dtype of the first argument that is floating point."""
+    """Returns the dtype of the first floating-point argument."""
     tensors = (x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor))
     return next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
 
 
 def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Expected:
-    """What a call should give, from the reference in float64."""
+    """Returns the exact results of a call, from the reference in float64."""
     reference, double = spec.by_hand or spec.reference, convert(sample, torch.float64)
-    grads: list[Tensor] = []  # of the results that require grad, in their order
+    grads: list[Tensor] = []  # gradients of the results that require grad, in their order
 
     def kept(output: Tensor) -> Tensor:
         grads.append(grad_out(output).detach())
@@ -226,8 +226,8 @@ def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -
 def assert_right(ours: Result, expected: Expected, what: str, limits: bool = False, nan_for_inf: bool = False) -> None:
     """Asserts that every tensor is within the bound, and has NaN and infinities where the exact result has them.
 
-    `limits`: a finite value is right where the reference's formula gives NaN. `nan_for_inf`: NaN is right where the
-    formula gives an infinity.
+    With `limits`, a finite value is right where the reference's formula gives NaN. With `nan_for_inf`, NaN is right
+    where the formula gives an infinity.
     """
     for kind, truth in expected.truths(ours):
         if not ours.gradients:  # forward alone
@@ -243,7 +243,7 @@ def assert_right(ours: Result, expected: Expected, what: str, limits: bool = Fal
 
 
 def unwritten(name: str, device: str | None) -> str:
-    """Where an op's kernels, as `new --schema` wrote them, lack the formula for a device."""
+    """Says in which lines an op's kernels, as `new --schema` generated them, lack the formula for a device."""
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in sorted((ROOT / "extension_cpp" / "csrc" / name).glob("*"))
@@ -255,7 +255,7 @@ def unwritten(name: str, device: str | None) -> str:
 
 
 def unequal(got: Tensor, exact: Tensor) -> str | None:
-    """Where a result is not the reference's, rounded once; None if it is. NaN equals NaN."""
+    """Says where a result differs from the rounded reference, or returns None if it does not. NaN equals NaN."""
     if got.dtype.is_floating_point != exact.dtype.is_floating_point or (
         not got.dtype.is_floating_point and got.dtype != exact.dtype
     ):
@@ -270,7 +270,7 @@ def unequal(got: Tensor, exact: Tensor) -> str | None:
 
 
 def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_inf: bool = False) -> str | None:
-    """What is wrong with a tensor; None if it is right."""
+    """Says what is wrong with a tensor, or returns None if it is right."""
     _, exact = list(truth.exact.tensors())[number]
     x, finite = got.double(), is_finite(exact, got.dtype)
     if finite is not None and (message := wrong_specials(x, exact, limits, nan_for_inf)):
@@ -280,7 +280,7 @@ def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_
         overflows = (exact.abs() > torch.finfo(got.dtype).max * 1.01) & (exact.abs() < math.inf)
         is_right = (x == exact.sign() * math.inf) | (x.isnan() & nan_for_inf)
         error = torch.where(overflows, torch.where(is_right, 0, math.inf), error)
-    over = ~(error <= least_allowed(exact, got.dtype))  # most results are within one rounding
+    over = ~(error <= least_allowed(exact, got.dtype))  # a fast test first: most results are within one rounding
     if finite is not None:
         over &= finite | overflows
     if not over.any():
@@ -298,7 +298,7 @@ def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_
 
 
 def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Where the exact value is well inside the dtype's range. None stands for everywhere, and saves passes."""
+    """Returns where the exact value is well inside the dtype's range. None means everywhere, and saves time."""
     limit = torch.finfo(dtype).max * 0.99
     if exact.numel() == 0:
         return None
@@ -309,7 +309,7 @@ def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def wrong_specials(x: Tensor, exact: Tensor, limits: bool, nan_for_inf: bool) -> str | None:
-    """Whether NaN and infinities are where the exact result has them."""
+    """Says where NaN and infinities differ from those of the exact result, or returns None."""
     special = ~(exact.abs() < math.inf)
     if not special.any():
         return None

@@ -1,5 +1,5 @@
-"""The references of scans, step by step, with gradients by hand: the values and first gradients of the loops under
-autograd, bit for bit (test_scan.py), in a third of the time. The battery calls them thousands of times."""
+"""Loop references of scans with handwritten gradients. Their values and first gradients equal those of the loops under
+autograd bit for bit (test_scan.py), in a third of the time. The battery calls them thousands of times."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import extension_cpp
 
-PART = 1 << 14  # SCAN_PART of csrc/scan/scan.h
+PART = 1 << 14  # the same number as SCAN_PART in csrc/scan/scan.h
 
 
 def steps_of(x: Tensor, dim: int, reverse: bool = False) -> list[Tensor]:
@@ -18,12 +18,12 @@ def steps_of(x: Tensor, dim: int, reverse: bool = False) -> list[Tensor]:
 
 
 def back(steps: Tensor, dim: int, reverse: bool) -> Tensor:
-    """A tensor of steps, in their order of calculation, as the ops have them."""
+    """Stacks steps, which are in their order of calculation, along `dim` of a contiguous tensor."""
     return (steps.flip(0) if reverse else steps).movedim(0, dim).contiguous()
 
 
 class Recurrence(torch.autograd.Function):
-    """h[t] = a[t] * h[t - 1] + b[t], with a of the shape of b."""
+    """Computes h[t] = a[t] * h[t - 1] + b[t], where a has the shape of b."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, h0: Tensor, dim: int, reverse: bool) -> Tensor:
@@ -52,7 +52,7 @@ class Recurrence(torch.autograd.Function):
 def linear_recurrence(
     a: Tensor, b: Tensor, h0: Tensor | None = None, *, dim: int = -2, reverse: bool = False
 ) -> Tensor:
-    """extension_cpp.reference.linear_recurrence."""
+    """Computes the same as extension_cpp.reference.linear_recurrence."""
     if b.numel() == 0 or b.dim() == 0:
         return extension_cpp.reference.linear_recurrence(a, b, h0, dim=dim, reverse=reverse)
     first = b.new_zeros(b.shape[:dim] + b.shape[dim:][1:]) if h0 is None else h0
@@ -60,7 +60,7 @@ def linear_recurrence(
 
 
 class LogCumSumExp(torch.autograd.Function):
-    """y[t] = logaddexp(y[t - 1], x[t])."""
+    """Computes y[t] = logaddexp(y[t - 1], x[t])."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -89,7 +89,7 @@ class LogCumSumExp(torch.autograd.Function):
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """torch.logcumsumexp, whose own gradient takes logarithms of gradients and loses their digits."""
+    """Computes torch.logcumsumexp, whose own gradient loses digits in logarithms of gradients."""
     if x.numel() == 0 or x.dim() == 0:
         return x * 1
     return LogCumSumExp.apply(x, dim)

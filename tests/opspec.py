@@ -1,5 +1,5 @@
-"""OpSpec: what one op promises, modelled on PyTorch's OpInfo. Each tests/specs/<op>.py defines a SPEC; the battery
-(tests/battery) and the benchmarks find all of them by glob."""
+"""OpSpec says what one op promises, modelled on PyTorch's OpInfo. Each tests/specs/<op>.py defines a SPEC. The battery
+(tests/battery) and the benchmarks find all specs by glob."""
 
 import importlib
 import inspect
@@ -14,13 +14,13 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# make(shape) gives a tensor of the dtype, device, layout and requires_grad under test.
+# make(shape) returns a tensor of the dtype, device, layout and requires_grad under test.
 Make = Callable[[Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call: function(*args, **kwargs)."""
+    """The arguments of one call: function(*args, **kwargs)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -31,12 +31,12 @@ def leaves(sample: Sample) -> list[Tensor]:
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    """The result of a function as a tuple, also if it is one tensor, a list or None."""
+    """Returns the result of a function as a tuple, also if the result is one tensor, a list or None."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else () if outputs is None else (outputs,)
 
 
 def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -> Callable[..., Any]:
-    """The function with the tensors of its lists as arguments of their own. All lists have the same length."""
+    """Wraps a function of lists of tensors, so that each tensor is an argument. All lists have the same length."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, list) for x in args):
@@ -53,7 +53,7 @@ def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -
 
 
 def in_single_tensors(samples: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that gives a sample, or yields some, with the tensors of lists as arguments of their own."""
+    """Wraps a function that returns or yields samples, so that each tensor of a list becomes an argument."""
 
     def one(sample: Sample) -> Sample:
         args = (x if isinstance(x, list) else [x] for x in sample.args)
@@ -71,9 +71,9 @@ def _copy(x: Any) -> Any:
 
 
 def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
-    """The function on copies of the arguments that it writes. It returns its results and these arguments.
+    """Wraps a function to run on copies of the arguments that it writes, and to return its results and these copies.
 
-    Whether one is written is a bool for each: torch.compile of 2.11 says wrongly whether a number is in a list of them.
+    is_written has a bool for each argument, because torch.compile of 2.11 evaluates `number in list` wrongly.
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -86,30 +86,30 @@ def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Calla
 
 @dataclass(frozen=True)
 class Terms:
-    """How large the terms are that add up to each element of a result or gradient (tests/judge.py)."""
+    """The size of the terms that add up to each element of a result or gradient (tests/judge.py)."""
 
-    size: Tensor  # the sum of their absolute values; of a shape that broadcasts to that of the result
-    c: float = 4.0  # roundings of a term and of its way through the sum, in units of eps
-    saved: Tensor | float = 0.0  # the change by the rounding of results that the op reads again
-    rounded: Tensor | float = 0.0  # the change by other numbers that are rounded before they are used
+    size: Tensor  # the sum of the terms' absolute values; broadcasts to the shape of the result
+    c: float = 4.0  # how often a term and its partial sums are rounded, in units of eps
+    saved: Tensor | float = 0.0  # the change by rounding the results that backward reads
+    rounded: Tensor | float = 0.0  # the change by rounding other numbers before their use
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in float64, as the spec's functions `terms` and `from_saved` get it."""
+    """A call in float64, as the functions `terms` and `from_saved` of a spec get it."""
 
     sample: Sample
-    outputs: tuple[Tensor, ...]  # the exact ones; for from_saved those of the op
+    outputs: tuple[Tensor, ...]  # the exact outputs; for from_saved, the outputs of the op
     grads: list[Tensor]  # the gradient of each output
-    dtype: torch.dtype  # of the op's tensors
+    dtype: torch.dtype  # the dtype of the op's tensors
 
     @property
     def computed(self) -> torch.dtype:
-        """The dtype in which the op computes."""
+        """Returns the dtype in which the op computes."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
     def leaf_numbers(self) -> list[int]:
-        """The places of the leaves among the arguments."""
+        """Returns the indices of the arguments that are leaves."""
         return [i for i, x in enumerate(self.sample.args) if isinstance(x, Tensor) and x.requires_grad]
 
     @property
@@ -118,16 +118,16 @@ class Call:
 
     @property
     def least(self) -> float:
-        """The smallest normal number: exponentials below may be 0, and PyTorch's products of half types."""
+        """Returns the smallest normal number. Smaller exponentials and products of half types may become 0."""
         return torch.finfo(self.computed).smallest_normal
 
     @property
     def c_of_exp(self) -> float:
-        """Roundings of an exponential and of the sum over such. For half types it has an error of 24 eps(float32)."""
+        """Returns the roundings of a sum of exponentials. For half types, exp has an error of 24 eps(float32)."""
         return 32.0 if self.dtype.itemsize == 2 else 8.0
 
     def rounding(self, x: Tensor) -> Tensor:
-        """How far x moves at most when it is rounded to the dtype of the call."""
+        """Returns how far x moves at most when it is rounded to the dtype of the call."""
         info, size = torch.finfo(self.dtype), x.abs()
         moves = torch.where(size > info.max, torch.inf, size * info.eps + info.smallest_normal * info.eps)
         return torch.where(size == torch.inf, 0, moves)
@@ -144,29 +144,29 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class Bench:
-    """What to time. The floor is the traffic of reading every input once and writing every output once."""
+    """What to time. The floor is the number of elements in each input and output, each read or written once."""
 
     sample: Callable[[Make, Sequence[int]], Sample]
-    forward: float  # floor: elements moved per element of the shape
+    forward: float  # elements moved per element of the shape, at least
     backward: float  # 0: backward moves nothing
-    flat: bool = False  # the width makes no difference: one shape is enough
-    # PyTorch's own implementation, if that is not the reference.
+    flat: bool = False  # the time does not depend on the width, so that one shape is enough
+    # PyTorch's own implementation, where it differs from the reference.
     stock: Callable[..., Any] | None = None
     # Arithmetic operations per element of the shape, forward and backward, for the roofline. exp, log, division and
-    # square root count as one each, random bits as none.
+    # square root count as one operation each, and random bits as none.
     operations: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of an op, for the tests of every pair of them."""
+    """The options of an op, every pair of which is tested."""
 
-    values: dict[str, tuple[Any, ...]]  # by option, values other than the default
-    sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # the call with the chosen values
+    values: dict[str, tuple[Any, ...]]  # by option, the values to test beside the default
+    sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # makes the call with the chosen values
 
 
 def without_gradients(samples: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `make` and others that gets one which makes no leaves."""
+    """Wraps a function of `make`, so that the tensors of its samples require no grad."""
     return lambda make, *others: samples(lambda shape: make(shape).detach(), *others)
 
 
@@ -175,53 +175,52 @@ class OpSpec:
     name: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
-    # Samples whose first tensor has the given shape; yields nothing for a shape the op does not take.
+    # Yields samples whose first tensor has the given shape, or nothing for a shape that the op does not take.
     sample_inputs: Callable[[Make, Sequence[int]], Iterator[Sample]]
     error_inputs: Callable[[str], Iterator[ErrorSample]]
     bench: Bench
-    keeps_strides: bool  # the result has the strides of a dense first input
-    # Kernels on the GPU for one forward and one backward.
+    keeps_strides: bool  # the result has the strides of the first input, where that is dense
+    # The number of GPU kernels of one forward and of one backward.
     launches: tuple[int, int]
     second_order: bool = True
-    differentiable: bool = True  # False: no argument gets a gradient, and samples have no leaves
-    # The arguments that are lists of tensors. The battery gets samples, `function` and `reference` with each tensor as
-    # an argument of its own, named "xs[0]". All lists of all samples have two tensors.
+    differentiable: bool = True  # if False, no argument gets a gradient, and samples have no leaves
+    # The names of arguments that are lists of tensors. The battery passes each tensor as an argument of its own, named
+    # "xs[0]", to samples, `function` and `reference`. All lists of all samples have two tensors.
     lists: tuple[str, ...] = ()
-    unknown_sizes: bool = False  # the shape of a result depends on values
-    # The arguments that the op writes. The battery calls `function` and `reference` on copies of them, which are then
-    # further results; `in_place` is the function itself.
+    unknown_sizes: bool = False  # the shape of a result depends on values of the inputs
+    # The names of arguments that the op writes. The battery calls `function` and `reference` on copies of them and
+    # compares the copies as further results. `in_place` is the function itself.
     mutates: tuple[str, ...] = ()
     in_place: Callable[..., Any] | None = None
-    exact: tuple[int, ...] = ()  # results that equal the reference's, rounded once; those of integers always do
-    # The floating-point dtypes of results, where they are not that of the call: None is that of the call.
+    exact: tuple[int, ...] = ()  # results that must equal the rounded reference; integer results always must
+    # The dtypes of floating-point results. None means the dtype of the call.
     result_dtypes: tuple[torch.dtype | None, ...] = ()
-    # The reference in elementary operations, if PyTorch's own operator is wrong under torch.func's transforms.
+    # The reference in elementary operations, where PyTorch's own operator is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
-    # The reference with its first gradients by hand, where loops under autograd take too long.
+    # The reference with handwritten first gradients, where loops under autograd take too long.
     by_hand: Callable[..., Any] | None = None
-    positional: bool = False  # a result depends on the element's index: a random mask
-    # terms(call): of each output, and of the gradient of each argument by its place. None: found by changes of the
-    # inputs (tests/judge.py), which takes the reference eight times.
+    positional: bool = False  # a result depends on the element's index, as a random mask does
+    # terms(call) returns the terms of each output and, by argument index, those of each gradient. If None, random
+    # changes of the inputs estimate them (tests/judge.py), which runs the reference eight times.
     terms: Callable[[Call], tuple[list[Terms], dict[int, Terms]]] | None = None
-    # from_saved(call): outputs and gradients in float64 if backward reads call.outputs, the rounded results of the op.
+    # from_saved(call): float64 outputs and gradients if backward reads call.outputs, the op's rounded results.
     from_saved: Callable[[Call], tuple[tuple[Tensor, ...], list[Tensor]]] | None = None
-    # How many of the results planted in test_judge.py are within the rounding errors of the op. The spec says why.
+    # How many of the wrong results planted by test_judge.py are too small to see. The spec says why.
     unseen: int = 0
-    # Where the reference's loop gives an infinity, a tree may give NaN, from inf * 0 or inf - inf.
+    # A tree of partial results may give NaN, by inf * 0 or inf - inf, where the reference's loop gives an infinity.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    has_products: bool = False  # the op calls PyTorch's matrix products: not timed, launches not counted
-    float_results: bool = False  # the results are float32 where the inputs are half
-    float_weights: bool = False  # one-dimensional inputs may be float32 beside half types
-    # Further benchmarks of the op, by name. They draw no random numbers.
+    has_products: bool = False  # the op calls PyTorch's matrix products: it is not timed, its launches not counted
+    float_results: bool = False  # the results are float32 where the inputs are of a half type
+    float_weights: bool = False  # one-dimensional inputs may be float32 where the others are of a half type
+    # Further benchmarks of the op, by name. Their samples contain no random masks.
     variants: dict[str, Bench] = field(default_factory=dict, hash=False)
-    # Needed if the op has two options or more. An optional tensor is one, and so is the shape of a tensor that
-    # broadcasts.
+    # Required if the op has two or more options. An optional tensor is an option, and so is a shape that broadcasts.
     options: Options | None = field(default=None, hash=False)
-    names: tuple[str, ...] = ()  # of the arguments; __post_init__ finds them
+    names: tuple[str, ...] = ()  # the arguments' names, which __post_init__ finds
 
     def __post_init__(self) -> None:
-        if self.names:  # replace() copies a spec that has been through this
+        if self.names:  # replace() copies a spec that is already initialized
             return
         self._set(names=tuple(inspect.signature(self.function).parameters))
         if self.lists:
@@ -264,7 +263,7 @@ class OpSpec:
 
 
 def timed_specs() -> list[OpSpec]:
-    """All ops but those with matrix products, each followed by its variants."""
+    """Returns all specs except those with matrix products, each followed by its benchmark variants."""
     found = []
     for spec in (spec for spec in all_specs() if not spec.has_products):
         others = {f"{spec.name}_{name}": bench for name, bench in spec.variants.items()}

@@ -1,5 +1,4 @@
-"""registration/autograd.py behaves as torch.library.register_autograd, and calls no-grad overloads where no gradient is
-recorded.
+"""registration/autograd.py behaves like torch.library.register_autograd, but calls no-grad overloads without gradients.
 
 The battery tests opcheck, torch.compile, second derivatives, no_grad, inference mode and threads for every op;
 test_norm.py tests autocast.
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 
 @pytest.fixture
 def tensors(device: str) -> tuple[Tensor, ...]:
-    """x, weight and bias of a layer_norm, all of which require grad."""
+    """Returns x, weight and bias of a layer_norm, all of which require grad."""
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 5), (5,), (5,))]
     return tuple(tensor.to(device).requires_grad_() for tensor in made)
@@ -51,7 +50,7 @@ def test_what_comes_after_autograd_is_what_pytorch_says() -> None:
     assert _AFTER_AUTOGRAD.raw_repr() == torch._C._after_autograd_keyset.raw_repr()
 
 
-# An operator with defaults and a keyword-only argument. `given` keeps the arguments of its setup_context.
+# An operator with defaults and a keyword-only argument. `given` records the arguments of its setup_context.
 
 library = torch.library.Library("autograd_test", "DEF")
 library.define("scaled(Tensor x, Tensor? y=None, float factor=2.0, *, bool negate=False) -> Tensor")
@@ -129,7 +128,7 @@ def test_other_schemas_are_refused(schema) -> None:
 
 
 def test_lists_in_torchs_own_registration() -> None:
-    """What docs/registration.md says of torch.library.register_autograd and a list of tensors."""
+    """PyTorch's own register_autograd treats a list of tensors as docs/registration.md says."""
     op = "autograd_test::total_of_list"
     library.define("total_of_list(Tensor[] xs) -> Tensor")
     library.impl("total_of_list", lambda xs: torch.stack(xs).sum(0), "CPU")
@@ -154,7 +153,7 @@ def test_lists_in_torchs_own_registration() -> None:
     assert value.tolist() == [2] * 3 and tangent.tolist() == [0] * 3
 
 
-# layer_norm has three outputs; one of them has a derivative.
+# Outputs: layer_norm has three, and only one of them has a derivative.
 
 
 def test_outputs_and_the_name_of_the_node(tensors) -> None:
@@ -166,7 +165,7 @@ def test_outputs_and_the_name_of_the_node(tensors) -> None:
 
 
 def test_saved_tensors_are_guarded(tensors) -> None:
-    """A change in place raises, and so does a second backward after the tensors were freed."""
+    """backward raises after a saved tensor changed in place, and after an earlier backward freed the saved tensors."""
     x = tensors[0]
     y = layer_norm(*tensors)
     with torch.no_grad():
@@ -223,7 +222,7 @@ def test_vmap(tensors) -> None:
 
 
 def test_func_grad_is_autograds(tensors) -> None:
-    """torch.func.grad gives autograd's bits. The battery tests every transform."""
+    """torch.func.grad gives the same bits as torch.autograd.grad. The battery tests every transform."""
     (expected,) = torch.autograd.grad(layer_norm(*tensors).sin().sum(), tensors[:1])
     got = torch.func.grad(lambda x: layer_norm(x, *tensors[1:]).sin().sum())(tensors[0].detach())
     assert torch.equal(got, expected)
@@ -237,7 +236,7 @@ def test_forward_mode_without_a_plain_form_raises() -> None:
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_dual_tensors(gradients, tensors) -> None:
-    """Forward mode outside torch.func. no_grad does not disable it. Without a tangent the kernel runs."""
+    """Forward mode works outside torch.func and under no_grad. A call without tangents runs the kernel."""
     x, weight, bias = (tensor.detach() for tensor in tensors)
     with torch.set_grad_enabled(gradients), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x.cos())
@@ -275,7 +274,8 @@ def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
 
 
 def test_functions_fill_in_defaults() -> None:
-    """Under autograd, too, where they call no operator. The public functions give all arguments."""
+    """Functions in _ops fill in the schema's defaults, also with autograd, where they call no operator. The package's
+    public functions always pass all arguments."""
     x = torch.randn(3, 4, requires_grad=True)
     y = _ops.cumsum(x, 1)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
@@ -286,8 +286,8 @@ def test_functions_fill_in_defaults() -> None:
 
 
 def test_what_autograd_knows_has_overloads() -> None:
-    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. Where this lacks the
-    results that only backward reads, there is an overload with all results, too."""
+    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. If that overload lacks the
+    results that only backward reads, the operator also has an overload with all results."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")}
     bare = {name for name in names if name == without_suffix(name)}
@@ -312,7 +312,7 @@ def test_what_autograd_knows_has_overloads() -> None:
 
 
 def test_integer_results_are_not_differentiable() -> None:
-    """The operator has differentiable results, too. Tried in eager, under torch.func and compiled."""
+    """Integer results do not require grad, even if other results do, in eager mode, torch.func and torch.compile."""
     with torch.library._scoped_library("autograd_test", "FRAGMENT") as library:
         library.define("largest(Tensor x) -> (Tensor, Tensor)")
         library.impl("largest", lambda x: tuple(x.max(-1)), "CPU")
@@ -354,7 +354,7 @@ def test_vmap_over_dimensions_that_are_not_the_first() -> None:
 
 
 def test_vmap_over_nothing() -> None:
-    """A batch of no elements has the shapes of one."""
+    """vmap over a batch of size 0 returns the shapes of a batch."""
     x = torch.empty(0, 3, 5)
     assert torch.vmap(extension_cpp.relu)(x).shape == x.shape
     log_probs, entropy = torch.vmap(extension_cpp.token_log_probs)(x, torch.empty(0, 3, dtype=torch.int64))
@@ -362,7 +362,7 @@ def test_vmap_over_nothing() -> None:
 
 
 def compiled_graphs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], dict[str, list[str]]]:
-    """The compiled function, and the names of our operators in its graphs."""
+    """Returns the compiled function, and the names of our operators in its graphs."""
     graphs: dict[str, list[str]] = {"forward": [], "backward": []}
 
     def keep(which: str) -> Callable[..., Any]:
@@ -393,7 +393,7 @@ def test_compiled_graphs_have_no_grad_overloads_where_nothing_is_recorded(tensor
 
 
 def test_many_gradients_at_once(tensors) -> None:
-    """is_grads_batched runs a backward pass under vmap."""
+    """A backward with is_grads_batched, which runs under vmap, gives the gradients of separate backward passes."""
     y = layer_norm(*tensors)
     many = torch.randn(3, *y.shape, dtype=y.dtype, device=y.device)
     at_once = torch.autograd.grad(y, tensors, many, retain_graph=True, is_grads_batched=True)
@@ -403,7 +403,7 @@ def test_many_gradients_at_once(tensors) -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
 def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -> None:
-    """Transforms record gradients regardless of an outer no_grad."""
+    """Transforms record gradients even if they are called under no_grad."""
     x = tensors[0].detach()
 
     def function(x: Tensor) -> Tensor:
@@ -419,7 +419,7 @@ def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -
 
 
 def test_no_grad_inside_a_transform(tensors) -> None:
-    """The result of a no-grad overload is a constant for one transform and for two nested ones."""
+    """A result computed under no_grad is a constant for one transform and for two nested transforms."""
     x = tensors[0].detach()
 
     def function(x: Tensor) -> Tensor:
@@ -471,21 +471,22 @@ print("works")
 
 
 def test_importing_again_and_reloading() -> None:
-    """Notebooks and test runners import and reload the package several times."""
+    """The package can be imported and reloaded several times, as notebooks and test runners do."""
     done = python("-c", AGAIN)
     assert done.stdout == "works\n", done.stderr
 
 
 def test_forward_mode_under_vmap_calls_no_operator(device: str) -> None:
-    """The operator, which forward mode calls for its checks, has no batching rule: vmap would call it for each element,
-    and fails for none."""
+    """Forward mode under vmap works for a batch of size 0. It must not call the operator, as it otherwise does for its
+    checks: without a batching rule vmap calls an operator once per element, and fails if there is none."""
     x = torch.randn(0, 4, device=device)
     tangents = torch.func.vmap(lambda x: torch.func.jvp(extension_cpp.relu, (x,), (torch.ones_like(x),))[1])(x)
     assert tangents.shape == x.shape
 
 
 def test_compiled_graphs_call_no_autograd_kernel() -> None:
-    """A graph of torch.compile is differentiated as a whole, so an Autograd kernel would only cost time."""
+    """Graphs of torch.compile contain no-grad overloads only. AOTAutograd differentiates the whole graph, so that an
+    Autograd kernel in it would only cost time."""
     called: list[str] = []
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -497,7 +498,7 @@ def test_compiled_graphs_call_no_autograd_kernel() -> None:
     torch.compile(extension_cpp.gelu, backend=backend, fullgraph=True)(x).sum().backward()
     assert called == ["extension_cpp.gelu_no_grad.default", "extension_cpp.gelu_backward_no_grad.default"]
     exported = torch.export.export(ExportedGelu(), (x,)).module()
-    assert "torch.ops.extension_cpp.gelu.default" in exported.code  # it may be trained
+    assert "torch.ops.extension_cpp.gelu.default" in exported.code  # exported graphs may be trained
 
 
 class ExportedGelu(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""What judges the benchmarks' contenders: right results pass, and planted ones are refused."""
+"""Tests the judges of the benchmarks: they accept right results of contenders and refuse wrong ones."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from tests.opspec import as_tuple
 
 
 def planted(judge: Judge, result: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Wrong results: zeros, and in each tensor an error in the last 32 elements of the last line."""
+    """Yields wrong results: all zeros, and an error in the last 32 elements of the last line of each tensor."""
     yield "zeros", tuple(map(torch.zeros_like, result))
     for number, x in enumerate(result):
         wrong = x.detach().clone()
@@ -28,8 +28,8 @@ def planted(judge: Judge, result: tuple[torch.Tensor, ...]) -> Iterator[tuple[st
 
 @pytest.mark.parametrize("spec", run.timed_specs(), ids=str)
 def test_every_op_is_judged(spec, device) -> None:
-    """In bfloat16, at 1025 columns and with more rows than the judge takes lines. A right result passes. What is
-    planted is refused, and so is a result of the call before."""
+    """The judge accepts right results of every op. It refuses planted errors and results of an earlier call. The dtype
+    is bfloat16, with 1025 columns and more rows than the judge checks."""
     for backward in (False, True) if spec.bench.backward else (False,):
         torch.manual_seed(0)
         case = run.Case(spec, "bfloat16", 100, 1025, backward, 1, "large")
@@ -44,10 +44,10 @@ def test_every_op_is_judged(spec, device) -> None:
         for name, result in {"ours": right, "eager": of_eager, **results}.items():
             judge.outputs[name] = judge.outputs.get(name, judge.outputs.get("ours"))
             judge.judge(name, result)
-        # PyTorch's gradient of logcumsumexp in bfloat16 on a GPU is off by up to 40 % of a row's.
+        # PyTorch's bfloat16 gradient of logcumsumexp on a GPU has errors of up to 40 % of the row's largest element.
         is_wrong = (spec.name, device, backward) == ("logcumsumexp", "cuda", True)
         assert list(judge.wrong) == ["eager"] * is_wrong + list(results)
-        nearly = right[0].detach().clone()  # one element of the last line is four roundings off
+        nearly = right[0].detach().clone()  # one element of the last line has an error of four roundings
         last = nearly if judge.is_sum(nearly) else nearly.select(judge.dim, -1)
         factors = torch.ones_like(last.flatten())
         factors[last.flatten().abs().argmax()] += 4 * torch.finfo(torch.bfloat16).eps
@@ -59,8 +59,8 @@ def test_every_op_is_judged(spec, device) -> None:
 
 
 def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The figures of each number of processes, and the speed-up. test_sharding.py tests the processes themselves. A
-    process that exchanges no gradients has those of its own sequences, and is refused."""
+    """The benchmark reports step times and the speed-up for each number of processes. It refuses processes that
+    exchange no gradients. test_sharding.py tests the processes themselves."""
     sizes = {"width": 32, "layers": 1, "heads": 2, "context": 32, "batch": 4, "accumulate": 1, "learning_rate": 2e-3}
     monkeypatch.setitem(processes.SIZES, "cpu", sizes)
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
@@ -68,7 +68,7 @@ def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None
 
     def start(function, arguments, count, start_method) -> None:
         asked.append((count, *arguments[1:3]))
-        if arguments[2] == "fsdp":  # stands for a process of two that do not exchange gradients
+        if arguments[2] == "fsdp":  # imitates two processes that do not exchange gradients
             shares = functools.partialmethod(lambda *those: [each[::2] for each in batch(*those)])
             monkeypatch.setattr(train_text.Training, "batch", shares)
         processes.process(0, arguments[0], arguments[1], None, *arguments[3:])
@@ -87,7 +87,7 @@ def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None
 
 
 def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
-    """Each line of both gradients is judged, in what the last timed call returned."""
+    """A linear loss with one wrong line in a gradient is refused, as the last timed call returned it."""
     torch.manual_seed(0)
     x, weight, target = torch.randn(20, 8), torch.randn(30, 8) * 8**-0.5, torch.arange(20)
     x, weight = (each.bfloat16().requires_grad_() for each in (x, weight))
@@ -118,8 +118,8 @@ def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
 
 
 def test_gradients_have_a_distance_and_a_scale() -> None:
-    """Beside a stock model that is 10 % off, a factor of 1.05 shows in the scale alone, and an error in other
-    directions in the distance alone."""
+    """A gradient error splits into a scale and a distance. Beside a stock model with an error of 10 %, a factor of 1.05
+    shows only in the scale, and an error in other directions only in the distance."""
     exact, *noise = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
     beside = gradients.errors({"w": exact + 0.1 * noise[0]}, {"w": exact})
     assert gradients.wrong_stock(beside) is None

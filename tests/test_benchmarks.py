@@ -1,5 +1,5 @@
-"""Runs `python -m benchmarks` on tiny tensors. Tests the results it writes, how a run continues a file, and what an
-interrupted run keeps. Also tests `compare`, and that each error is one sentence."""
+"""Runs `python -m benchmarks` on tiny tensors. Tests the results file, how a run continues it, what an interrupted run
+keeps, `compare`, and error messages."""
 
 import contextlib
 import copy
@@ -72,12 +72,12 @@ def test_a_row_has_its_figures(bench, device) -> None:
         assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"]
     copied, floor = 2 * 255 * 1025 * 4, 3 * 255 * 1025 * 4
     share = floor / row["seconds"]["ours"]["median"] / (copied / row["seconds"]["copy"]["median"])
-    assert row["percent_of_copy"]["ours"] == pytest.approx(100 * share, rel=1e-5)  # numbers are written with six digits
+    assert row["percent_of_copy"]["ours"] == pytest.approx(100 * share, rel=1e-5)  # the file has six significant digits
     assert row["run"] == 1 and row["of"] == ["rms_norm"] and row["commit"] == results.commit()
 
 
 def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
-    """bfloat16+float32 means float32 weights for the norms. relu has no weights, so it gets no row."""
+    """bfloat16+float32 means float32 weights for norms of bfloat16 tensors. relu has no weights and gets no row."""
     seen = set()
 
     def layer_norm(x, normalized_shape, weight, bias):
@@ -92,7 +92,7 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
 
 
 def test_eager_takes_them_in_float32_on_a_gpu() -> None:
-    """PyTorch's layer_norm on a GPU refuses weights whose dtype is not x's."""
+    """On a GPU, PyTorch's layer_norm gets all tensors in float32, because it refuses weights of another dtype."""
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
     case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
 
@@ -165,7 +165,7 @@ def test_a_file_of_other_settings_is_refused(bench) -> None:
 
 
 def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
-    """On the CPU each number of threads is a row; on a GPU there are no threads."""
+    """Each number of threads is a row of its own on the CPU. On a GPU rows have no number of threads."""
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
     on_cpu = device == "cpu"
     on_threads = ["--threads", "1", "2"] if on_cpu else []
@@ -180,7 +180,7 @@ def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
 
 
 def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device) -> None:
-    """Inductor writes the number of threads into its code, and its cache key includes the configuration."""
+    """Contenders are compiled with the row's number of threads, which is a part of Inductor's code and cache key."""
     if device == "cuda":
         pytest.skip("threads are the CPU's")
     prepare, seen = run.prepare, []
@@ -242,7 +242,7 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> None:
-    """PyTorch's function passes, and one whose results are 1 % too large fails."""
+    """A contender that draws its own mask is judged without dropout, and an error of 1 % is detected."""
     (row,) = bench("--op", name, "--pass", "forward")["rows"]
     assert "eager" in row["seconds"] and "failed" not in row
     contenders = run.contenders
@@ -266,9 +266,9 @@ def test_compare(bench, tmp_path, device, capsys) -> None:
     capsys.readouterr()
     assert command.main(["compare", str(bench.path), str(tmp_path / "other.json")]) == 0
     printed = capsys.readouterr().out
-    keys = ("seconds", *(key for key, _ in results.OTHERS))  # keys of the timings
+    keys = ("seconds", *(key for key, _ in results.OTHERS))  # keys of a row that hold timings
     times = sum(len(row.get(key, {})) for row in found["rows"] for key in keys)
-    assert times >= 2 * 3  # rows times contenders; installed libraries add more
+    assert times >= 2 * 3  # 2 rows times 3 contenders, and more if other libraries are installed
     assert f"Of {times} times 1 are slower, 1 faster, and {times - 2} within the spread." in printed
     assert command.main(["compare", str(bench.path), str(bench.path)]) == 0
     assert f"Of {times} times 0 are slower, 0 faster, and {times} within the spread." in capsys.readouterr().out
@@ -318,7 +318,8 @@ def test_the_ways_of_host_do_the_same(way, device) -> None:
 
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, device, monkeypatch) -> None:
-    """Results and gradients are the same, our function is not called, and afterwards ours is registered again."""
+    """With the plain registration, results and gradients are the same and our Python function is not called. Afterwards
+    our registration is active again."""
     seen, requires_grad = list[str](), calls._requires_grad
     monkeypatch.setattr(calls, "_requires_grad", lambda name, args: seen.append(name) or requires_grad(name, args))
 
@@ -326,7 +327,7 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, dev
     function, both = host_ops.passes(spec, sample).values()
 
     def once() -> tuple[list[str], list[torch.Tensor]]:
-        """The names of the nodes, and results and gradients."""
+        """Returns the names of the autograd nodes, and the results and gradients."""
         outputs = [y for y in as_tuple(function()) if y.requires_grad]
         grads = both()
         nodes = {type(y.grad_fn).__name__ for y in outputs if "View" not in type(y.grad_fn).__name__}
@@ -341,7 +342,7 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, dev
     seen.clear()
     with host.registered_plainly(spec.name):
         plain_nodes, plain = once()
-    own_uses = {"muladd", "dropout", "cumsum", "linear_recurrence", "rotary_embedding"}  # by their own derivatives
+    own_uses = {"muladd", "dropout", "cumsum", "linear_recurrence", "rotary_embedding"}  # in their own derivatives
     assert spec.name in own_uses or f"{calls.NAMESPACE}::{spec.name}" not in seen
     assert once()[0] == nodes and all("extension_cpp" not in node for node in nodes)
     assert f"GeneratedBackwardFor_extension_cpp_{spec.name}_defaultBackward" in plain_nodes
@@ -371,7 +372,7 @@ def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
 
 
 def made_up() -> dict:
-    """Made-up results: "large" at two widths, one of them also on one thread, and a "sweep" over three heights."""
+    """Makes up results: "large" at two widths, one of them also on one thread, and a "sweep" of three heights."""
     rows = []
     shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
     shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
@@ -427,7 +428,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
 
 @pytest.mark.parametrize("name", ["h100", "cpu"])
 def test_tables_fit_into_80_columns(name: str, capsys) -> None:
-    """No cell is truncated or wrapped."""
+    """Tables fit into 80 columns, and no cell is truncated or wrapped."""
     found = results.read(results.ROOT / "benchmarks" / "results" / f"{name}.json")
     run.show(Console(width=80), found, found["rows"])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -437,7 +438,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
 
 
 def test_points_lie_inside_their_axes() -> None:
-    """Forward and backward share their axis limits, and neither panel cuts off points."""
+    """Forward and backward share their axis limits, and no point of a plot lies outside of them."""
     for name in ("h100", "h200", "cpu"):
         for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
             for axes in (each for each in figure.axes if each.lines):
@@ -447,7 +448,8 @@ def test_points_lie_inside_their_axes() -> None:
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
-    """The copy of large tensors copies one tensor (test_a_row_has_its_figures)."""
+    """For small tensors, the copy moves as many bytes as the op at least reads and writes. For large tensors the copy
+    copies one tensor (test_a_row_has_its_figures)."""
     found = bench("--op", "muladd", "--pass", "backward", "--sizes", "small")
     for row in found["rows"]:
         assert row["floor_bytes"] == 5 * row["rows"] * row["cols"] * 4
@@ -465,7 +467,7 @@ def test_report(tmp_path) -> None:
     assert text.index("<svg") < text.index("<table") and text.rindex("</svg>") < text.index("<table")
     for unit in ("copy, GB/s, us", "ours, % of copy, us", "liger, % of copy, us"):
         assert f"<th>{unit}</th>" in text
-    assert text.count('class="best"') >= 13  # the fastest of each row; a tie marks both
+    assert text.count('class="best"') >= 13  # the fastest of each row is marked, and both in a tie
     assert "src=" not in text and "@import" not in text
 
 
@@ -560,7 +562,7 @@ def test_the_commands_of_a_file_give_its_rows(name) -> None:
 
 
 def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
-    """Rows of a tree with changes are no published figures, and a change of an op's kernels marks its rows."""
+    """Rows measured on uncommitted changes cannot be published. A later change of an op's kernels marks its rows."""
     monkeypatch.setattr(results, "commit", lambda: "123456789abc-dirty")
     assert results.run("cpu")("relu")["kernel"] is None
     with pytest.raises(SystemExit):
@@ -593,6 +595,5 @@ def test_the_loop_in_c_is_a_recurrence(dim: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
         exact = extension_cpp.reference.linear_recurrence(a.double(), b.double(), dim=dim)
         error = (c_loop.recurrence(a, b, dim) - exact).abs().max()
-    # Each step rounds a product and a sum in float, and later factors reduce the error. The result is rounded once
-    # more.
+    # Each step rounds a product and a sum in float, and later factors reduce the error. The result is rounded again.
     assert error <= (torch.finfo(dtype).eps / 2 + 2 * 130 * torch.finfo(torch.float32).eps) * exact.abs().max()

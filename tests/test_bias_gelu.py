@@ -1,4 +1,4 @@
-"""bias_gelu: results are rounded once, and the third derivative is refused."""
+"""bias_gelu rounds its result once and refuses third derivatives."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ both = pytest.mark.parametrize("approximate", ["none", "tanh"])
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None:
-    """The error is half a unit of the type plus float32's. PyTorch has a larger one: it rounds x + bias before gelu."""
+    """The error is half a unit of the dtype plus float32's errors. PyTorch also rounds x + bias, before gelu."""
     torch.manual_seed(0)
     x, bias = torch.randn(64, 4096, device=device).to(dtype), torch.randn(4096, device=device).to(dtype)
     s = x.double() + bias.double()
-    # Not PyTorch's gelu: its 1 + erf and 1 + tanh cancel in the left tail.
+    # PyTorch's gelu is not exact enough here: its 1 + erf and 1 + tanh cancel in the left tail.
     phi = torch.special.erfc(s * -(0.5**0.5)) / 2
     if approximate == "tanh":
         phi = torch.sigmoid((8 / torch.pi) ** 0.5 * (s + 0.044715 * s**3))
@@ -32,7 +32,7 @@ def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None
 
 @both
 def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, device: str) -> None:
-    """With 4096 rows, rounded terms or a sum in bfloat16 would give a much larger error."""
+    """The bias gradient is summed in float32 and rounded once. Rounded terms or bfloat16 sums would be much worse."""
     torch.manual_seed(0)
     x, bias = torch.randn(4096, 65, device=device).bfloat16(), torch.randn(65, device=device).bfloat16()
     leaf = bias.clone().requires_grad_()
@@ -40,7 +40,7 @@ def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, d
     exact = bias.double().requires_grad_()
     y = torch.nn.functional.gelu(x.double() + exact, approximate=approximate)
     (expected,) = torch.autograd.grad(y.sum(), exact)
-    # Half a unit, plus the errors of 4096 terms of at most 1.2, each with a relative error below 2^-15.
+    # The bound is half a unit, plus the errors of 4096 terms of at most 1.2 with a relative error below 2^-15 each.
     assert ((ours.double() - expected).abs() <= expected.abs() * 2.0**-8 + 4096 * 1.2 * 2.0**-15).all()
 
 

@@ -1,4 +1,4 @@
-"""The build: what the variables mean, what is compiled again, and that each mistake gets one sentence."""
+"""Tests the build: its variables, what is compiled again after a change, and an error message for each mistake."""
 
 import ast
 import contextlib
@@ -34,7 +34,7 @@ BUILD_VARIABLES = [
     "CUDA_HOME",
     "CUDA_PATH",
 ]
-BUILD_VARIABLES += ["GLIBC", "MAKEFLAGS", "MAKELEVEL", "PYTHON"]  # when `make test` runs these tests
+BUILD_VARIABLES += ["GLIBC", "MAKEFLAGS", "MAKELEVEL", "PYTHON"]  # set when `make test` runs these tests
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def script(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def nvcc(tmp_path) -> list[str]:
-    """An nvcc that knows what CUDA 13.0's does."""
+    """Makes an nvcc that lists the architectures of CUDA 13.0."""
     known = "compute_75 compute_80 compute_86 compute_89 compute_90 compute_100 compute_120"
     return [str(script(tmp_path / "nvcc", f"printf '%s\\n' {known}\n"))]
 
@@ -83,7 +83,7 @@ def test_architecture_list(asked, built, nvcc, monkeypatch):
 
 @pytest.fixture
 def machine_with(tmp_path, monkeypatch):
-    """Makes this machine one whose nvidia-smi says so."""
+    """Returns a function that makes nvidia-smi print the given output."""
 
     def make(output: str) -> None:
         script(tmp_path / "nvidia-smi", f"printf '{output}'\n")
@@ -96,7 +96,7 @@ def machine_with(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("output, built", [("8.6\n9.0\n8.6\n", ["8.6", "9.0"]), ("", None), ("[N/A]\n", None)])
 def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machine_with, monkeypatch):
-    """Without a GPU its code is left out, unless CUDA or an architecture is asked for."""
+    """The architecture "native" means this machine's GPUs. Without a GPU, CUDA code is built only if asked for."""
     machine_with(output)
     monkeypatch.setenv("NVCC", nvcc[0])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
@@ -114,7 +114,7 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
 
 
 def test_cuda_home_is_the_toolkit_that_is_taken(nvcc, tmp_path, monkeypatch):
-    """Its name may have a space, and NVCC goes before it. Nothing but blanks names nothing."""
+    """CUDA_HOME picks the toolkit, and its path may contain a space. NVCC takes precedence, unless it is blank."""
     (tmp_path / "a toolkit" / "bin").mkdir(parents=True)
     inside = shutil.copy(nvcc[0], tmp_path / "a toolkit" / "bin")
     monkeypatch.setenv("CUDA_HOME", "a toolkit")
@@ -177,14 +177,14 @@ def test_what_cannot_be_built_gets_a_sentence(variable, call, sentence, nvcc, mo
 
 
 def steps(folder: Path) -> list[str]:
-    """What ninja would compile now."""
+    """Returns the files that ninja would compile now."""
     planned = run(sys.executable, "-m", "ninja", "-C", folder, "-n", "-v")
     assert planned.returncode == 0, planned.stdout
     return re.findall(r"-o (\S+)(?: && .*)?$", planned.stdout, re.MULTILINE)
 
 
 def build_small_tree(root: Path, **variables: str) -> Path:
-    """A copy of the sources with a single op, built for the CPU."""
+    """Copies the sources with a single op and builds them for the CPU."""
     csrc = ROOT / "extension_cpp" / "csrc"
     for part in ("common", "muladd"):
         shutil.copytree(csrc / part, root / "extension_cpp" / "csrc" / part)
@@ -207,7 +207,7 @@ def small_tree(tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def touched(path: Path) -> Iterator[None]:
-    """For now a file is newer than every object, however coarse the clock."""
+    """Makes a file newer than every object, even on file systems with coarse timestamps, inside the with block."""
     before = path.stat().st_mtime_ns
     root = next(folder for folder in path.parents if (folder / "build").is_dir())
     later = max(file.stat().st_mtime_ns for file in root.rglob("*") if file.is_file()) + 10**9
@@ -218,7 +218,7 @@ def touched(path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def builds(monkeypatch, tmp_path) -> list[list[str]]:
-    """The commands of ninja; each writes a library of other bytes than the one before."""
+    """Records the commands of ninja. Each writes a library with other bytes than the one before."""
     commands: list[list[str]] = []
 
     def ninja(command: list[str], **_) -> subprocess.CompletedProcess:
@@ -242,8 +242,8 @@ def test_jobs_of_the_build(builds, monkeypatch, tmp_path):
 
 
 def test_library_is_replaced_not_rewritten(builds, monkeypatch, tmp_path):
-    """A process that has it open goes on with what it mapped, nobody sees half a file, and a build that fails leaves
-    it."""
+    """A build replaces the library file and does not write into it. A process that has loaded the old file keeps it,
+    nobody sees half a file, and a failed build leaves the old file."""
     library = tmp_path / "package" / "library.so"
     build_library.build(library)
     with library.open("rb") as in_use:
@@ -256,7 +256,8 @@ def test_library_is_replaced_not_rewritten(builds, monkeypatch, tmp_path):
 
 
 def test_debug_and_release_builds_take_turns(builds, monkeypatch, tmp_path):
-    """The library is that of the last build, also of one for which nothing was compiled: its file is older then."""
+    """A debug build after a release build, or the reverse, installs its own library, even if ninja has nothing to
+    compile and the library is older than the installed one."""
 
     def ninja(command: list[str]) -> subprocess.CompletedProcess:
         built = Path(command[command.index("-C") + 1]) / build_library.LIBRARY
@@ -286,8 +287,8 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
 
 
 def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
-    """In folders of other names, by people whose files have other dates and modes. None of it says where torch was,
-    though messages of PyTorch's headers name the file that raised them."""
+    """Two builds give the same wheel, in folders of other names and with other dates and modes of the files. The wheel
+    does not contain torch's path, although messages of PyTorch's headers name their file."""
     wheels = []
     for number, tree in enumerate([small_tree, build_small_tree(tmp_path / "elsewhere")]):
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "check_environment.py"):
@@ -316,10 +317,11 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
 
 
 def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
-    """It needs neither this machine's glibc nor its C++ library, and its errors still reach Python."""
+    """A library for an older glibc needs neither this machine's glibc nor C++ library. Its errors still reach
+    Python."""
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip("ziglang, which links for older systems, is not installed")
-    shutil.copytree(small_tree, tmp_path / "old")  # with objects: that glibc is a matter of the link
+    shutil.copytree(small_tree, tmp_path / "old")  # includes the objects, because only linking depends on that glibc
     tree = build_tree(tmp_path / "old", GLIBC="2.28")
     library = tree / "extension_cpp" / build_library.LIBRARY
     assert build_library.glibc_required(library) <= (2, 28)
@@ -333,8 +335,8 @@ def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
 
 
 def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
-    """The compiler decides which. No torch for it is needed: the library names torch's, and takes the symbols that this
-    machine's library takes of them."""
+    """A cross compiler builds the library for another processor. It needs no torch for that processor, because the
+    library only names torch's libraries and takes the same symbols from them."""
     compilers = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
     if missing := [name for name in compilers.values() if not shutil.which(name)]:
         pytest.skip(f"no {missing[0]} (Debian: apt install g++-aarch64-linux-gnu)")
@@ -356,7 +358,7 @@ def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("answer, name", [("x86_64-alpine-linux-musl", "x86_64"), ("powerpc64le-linux-gnu", "ppc64le")])
 def test_the_compiler_names_the_processor(answer, name, tmp_path, monkeypatch):
-    """Behind a cache, too, and as platform.machine() does."""
+    """The compiler's target names the processor as platform.machine() does, even behind ccache."""
     script(tmp_path / "gcc", f"echo {answer}\n")
     script(tmp_path / "ccache", '"$@"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -365,7 +367,7 @@ def test_the_compiler_names_the_processor(answer, name, tmp_path, monkeypatch):
 
 
 def test_what_is_built_is_not_built_again(small_tree, tmp_path):
-    """The library stays the file that it is, and a copy of the tree keeps its objects."""
+    """A second build leaves the library file alone, and a copy of the tree compiles nothing again."""
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
     build_tree(small_tree)
@@ -390,7 +392,8 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     [("shims.h", "shim/op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu/block.h", "/usr/")],
 )
 def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
-    """Headers of torch and of the system count, too. A compiler takes an old precompiled header without a word."""
+    """A precompiled header is rebuilt when any included header changes, also one of torch or the system. The compiler
+    would use an old one without a warning."""
     folder = small_tree / "build" / "release-cpu"
     listed = run(sys.executable, "-m", "ninja", "-C", folder, "-t", "deps", f"{rule}.gch").stdout
     assert f"common/{header}" in listed and others in listed
@@ -399,7 +402,7 @@ def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others,
 
 
 def test_an_op_includes_no_other_op():
-    """What several ops share is in common/, rows/ or activation/, which know none of them."""
+    """An op includes no header of another op. Shared code is in common/, rows/ and activation/, which include no op."""
     shared = {"common", "rows", "activation"}
     allowed = {"common": set(), "rows": {"common"}, "activation": {"common"}}
     for path in sorted(build_library.CSRC.rglob("*.*")):
@@ -409,15 +412,15 @@ def test_an_op_includes_no_other_op():
 
 
 def test_each_shim_has_a_namespace_of_its_own():
-    """Several are compiled as one file, those of new ops, too, and one template makes several ops."""
+    """Each shim has its own namespace, because several shims are compiled as one file."""
     for path in [*build_library.CSRC.glob("*/*.cpp"), *ROOT.glob("templates/*/kernel_template/*.cpp")]:
-        if path.parent.name != "rows":  # functions for ctypes, no op
+        if path.parent.name != "rows":  # these functions are for ctypes and no op
             assert f"\nnamespace extension_cpp::{path.parent.name} {{\n" in path.read_text(), path
 
 
 @pytest.mark.parametrize("size", [1, 10_000, 10**9])
 def test_each_source_is_compiled_once(size, tmp_path, monkeypatch):
-    """Alone, in files of several, or all in one."""
+    """Each source is compiled exactly once: alone, in files of several sources, or all in one file."""
     monkeypatch.setenv("USE_CUDA", "0")
     monkeypatch.setattr(build_library, "TOGETHER", size)
     build_library.write_ninja(tmp_path)
@@ -438,7 +441,7 @@ def test_a_large_folder_has_a_map_of_its_files(op):
 
 
 def test_gpu_code_has_no_namespace_without_a_name():
-    """nvcc names what is in one after the file's date."""
+    """GPU code has no anonymous namespace, because nvcc derives its symbol name from the file's date."""
     for path in build_library.CSRC.rglob("*.cu*"):
         assert not re.search(r"\bnamespace \{", path.read_text()), path
 
@@ -453,7 +456,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
-    target = "together_1.cu.o"  # it has common/cuda/error.cu
+    target = "together_1.cu.o"  # this file contains common/cuda/error.cu
     compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
     built = run(*compile_target)
     assert built.returncode == 0, built.stdout
@@ -463,7 +466,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
         assert target in steps(folder)
         if int(build_library.cuda_version(build_library.find_nvcc()).split(".")[0]) >= 13:
             assert run(*compile_target).returncode == 0
-            assert (folder / target).read_bytes() == first  # nvcc's object has the number of its process in it
+            assert (folder / target).read_bytes() == first  # older nvcc write their process number into the object
 
 
 # What setup.py says of a wheel
@@ -480,7 +483,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     ],
 )
 def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, tmp_path):
-    """The files of a CPU build and a CUDA build have two names; the source distribution is for both.
+    """The version of a wheel names its CUDA version or the CPU. The source distribution is for both.
 
     A source distribution has a setup.cfg with an empty tag.
     """
@@ -507,7 +510,7 @@ def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, t
         (["GLIBC_2.36", "GLIBCXX_3.4.29", "GLIBCXX_3.4"], (2, 36)),
         (["GLIBC_2.17", "GLIBCXX_3.4.21", "CXXABI_1.3.9"], (2, 24)),
         (["GLIBC_2.17", "GLIBCXX_3.4.9", "CXXABI_1.3.13"], (2, 34)),
-        (["GLIBC_2.17", "GLIBCXX_3.4.99"], (2, 50)),  # in no policy: as the machine that has it
+        (["GLIBC_2.17", "GLIBCXX_3.4.99"], (2, 50)),  # in no policy: needs as new a system as this machine
     ],
 )
 def test_the_tag_of_a_wheel_is_the_oldest_manylinux_that_has_all(symbols, manylinux, monkeypatch):
@@ -519,7 +522,7 @@ def test_the_tag_of_a_wheel_is_the_oldest_manylinux_that_has_all(symbols, manyli
 
 
 def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatch):
-    """What torch depends on is gigabytes, and no header of it is read."""
+    """The wheel's build downloads torch without its dependencies, gigabytes without a header that is used."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -537,7 +540,7 @@ def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("file", ["check_environment.py", "build_library.py", "extension_cpp/__init__.py"])
 def test_old_python_gets_a_sentence(file):
-    """Compiled as an old Python does, and run under its version."""
+    """Old versions of Python get an error message: the file parses with an old grammar and checks the version."""
     ast.parse((ROOT / file).read_text(), feature_version=(3, 6) if file.startswith("check") else (3, 8))
     pretend = (
         "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; sys.path.insert(0, sys.argv[1]); "
@@ -549,7 +552,7 @@ def test_old_python_gets_a_sentence(file):
     assert done.returncode == 1 and re.search(sentence, done.stderr)
 
 
-# make, as far as the sentences: each must come before .venv is begun
+# make reports errors before it starts to create .venv
 
 
 @pytest.fixture
@@ -585,7 +588,7 @@ def test_make_says_what_is_missing(checkout, words, sentence):
 
 @pytest.mark.parametrize("fault", ["another user's", "another folder's"])
 def test_make_leaves_a_venv_that_it_cannot_use(checkout, fault):
-    """It neither works in one that was made elsewhere, as in a copied checkout, nor empties it."""
+    """make neither uses nor deletes a .venv that was made elsewhere, as in a copied checkout."""
     site = checkout / ".venv" / "lib" / "python3" / "site-packages"
     site.mkdir(parents=True)
     script(checkout / "python3", f'exec {sys.executable} "$@"\n')
@@ -622,7 +625,7 @@ def test_a_venv_behind_a_closed_folder_is_not_taken_for_none(monkeypatch):
 
     sentence = r"^error: this user may not run \S+/\.venv/bin/python; name an "
     with pytest.raises(SystemExit, match=sentence), monkeypatch.context() as patch:
-        patch.setattr(check_environment.os, "stat", closed)  # root, as whom tests may run, may look into any folder
+        patch.setattr(check_environment.os, "stat", closed)  # tests may run as root, who may look into any folder
         check_environment.check_own_venv()
 
 

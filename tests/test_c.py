@@ -1,11 +1,11 @@
-"""The C kernels without torch: tests/c as one program, plain at every instruction set, and under sanitizers.
+"""Tests the C kernels without torch, by the program in tests/c: plain for every instruction set, and with sanitizers.
 
-Sanitizers look at the kernels of the instruction set that runs here. In the slow tier they look at every one, where
-compiling takes minutes, and at the code of the tests, which is compiled once without them.
+Sanitizers check the kernels for this machine's instruction set. The slow tier also checks the other instruction sets,
+whose compilation takes minutes, and the code of the tests themselves.
 
-The program is linked like the library, the plain one of the library's own objects: every kernel that a test calls once
-per instruction set, and common/cpu/level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only its cpu_should_stream is
-put aside for one that the tests set.
+The program is linked like the library. The plain build uses the library's own objects: kernels compiled once per
+instruction set, and common/cpu/level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only cpu_should_stream is replaced,
+by a function that the tests control.
 """
 
 import ctypes
@@ -29,17 +29,16 @@ import build_library
 SOURCES = Path(__file__).parent / "c"
 LEVELS = build_library.X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
 BUILDS: dict[str, list[str]] = {
-    "plain": [],  # beside the library's
-    # -Og keeps the source's loads and stores, and compiles in less time than -O1. null and object-size look for
-    # accesses that address sees as well: at 0, and beyond an array. alignment and pointer-overflow would find nothing
-    # that is wrong on a machine: vectors are loaded as unaligned ones. The four take half of the time to compile.
-    # CPU_SMALL: a kernel once, not for each constant that it is called with. Its accesses are the same ones.
+    "plain": [],  # no flags beside those of the library
+    # -Og keeps the loads and stores of the source and compiles faster than -O1. Left out are null and object-size,
+    # whose errors `address` detects as well, and alignment and pointer-overflow, because unaligned vectors are intended
+    # here. These four would double the compile time. CPU_SMALL compiles each kernel once and not per constant argument.
     "sanitized": [
         *["-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=null,object-size,alignment,pointer-overflow"],
         *["-fno-sanitize-recover=all", "-DCPU_SMALL"],
     ],
 }
-SWEEPS = ["exp", "softmax_math", "mish", "stores"]  # over the floats
+SWEEPS = ["exp", "softmax_math", "mish", "stores"]  # tests that loop over all float values
 TESTS = [
     *SWEEPS,
     "mish_halves",
@@ -69,13 +68,13 @@ TESTS = [
     "scan_sizes",
     "scan_parts",
 ]
-# What these tests compiled of sources that have not changed since.
+# Keeps the objects of sources that have not changed since an earlier run.
 COMPILED = build_library.ROOT / "build" / "tests-c"
-# Every 599th float, in the slow tier all of them; sanitizers look for other things than the last bit, and cost more.
-# With a step beyond 1000 tests also leave out large tensors, which sanitizers see in the slow tier.
+# The tests in SWEEPS take every 599th float, or every 4999th under sanitizers, which do not look at last bits and are
+# slower. With a step above 1000, tests also leave out large tensors.
 STEPS = {"plain": 599, "sanitized": 4999}
 SLOW_STEPS = {"plain": 199, "sanitized": 997}
-# Freed memory stays with the program: it is filled before each use, and the kernel would zero its pages as often.
+# The allocator keeps freed memory. The tests fill memory before each use, and zeroing by the kernel would cost as much.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_TOP_PAD_": str(2**26)}
 SANITIZER = "quarantine_size_mb=16:allocator_release_to_os_interval_ms=-1"
 KEEP_MEMORY |= {"ASAN_OPTIONS": ":".join(filter(None, (SANITIZER, os.environ.get("ASAN_OPTIONS"))))}
@@ -83,7 +82,7 @@ KEEP_MEMORY |= {"ASAN_OPTIONS": ":".join(filter(None, (SANITIZER, os.environ.get
 
 @functools.cache
 def build_folder() -> Path | None:
-    """Where the library that runs here was linked."""
+    """Returns the build folder of the installed library."""
     library = build_library.CSRC.parent / build_library.LIBRARY
     built = library.read_bytes() if library.exists() else b""
     places = build_library.ROOT.glob(f"build/*/{build_library.LIBRARY}")
@@ -91,11 +90,11 @@ def build_folder() -> Path | None:
 
 
 def library_objects() -> Path | None:
-    """The folder of the library's objects. None if a source is newer or the library is no plain build."""
+    """Returns the folder of the library's objects, or None if a source is newer or the build is not a release build."""
     folder = build_folder()
     if folder is None or not folder.name.startswith("release-"):
         return None
-    # Without keepdepfile even a dry run deletes the lists of headers of files that are being compiled.
+    # Without keepdepfile even a dry run deletes the header lists of files that are being compiled.
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n", "-d", "keepdepfile"]
     return folder if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout else None
 
@@ -108,12 +107,12 @@ def level_here() -> str:
 
 
 def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> str:
-    """An object of that command, compiled unless there is one; `seen`: all else that it depends on."""
+    """Compiles a source unless there is an object of this command, source and `seen`. `seen` has the headers."""
     digest = hashlib.sha256(seen + repr(command).encode() + source.read_bytes()).hexdigest()[:16]
     compiled = COMPILED / f"{name}.{digest}.o"
     if not compiled.exists():
         COMPILED.mkdir(parents=True, exist_ok=True)
-        unfinished = COMPILED / f"{name}.{os.getpid()}"  # a run that is stopped here leaves no half object
+        unfinished = COMPILED / f"{name}.{os.getpid()}"  # an interrupted run leaves no half object
         result = subprocess.run([*command, "-c", source, "-o", unfinished], capture_output=True, text=True)
         if result.returncode != 0 or result.stderr:
             unfinished.unlink(missing_ok=True)
@@ -126,8 +125,7 @@ def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> 
 
 @functools.cache
 def called_ops() -> frozenset[str]:
-    """The ops whose headers the tests include. The program has no other kernels: they would only take time to
-    compile."""
+    """Returns the ops whose headers the tests include. Kernels of other ops are not compiled, which saves time."""
     paths = (*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))
     return frozenset(
         name for path in paths for name in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
@@ -135,8 +133,8 @@ def called_ops() -> frozenset[str]:
 
 
 def compile_program(build: str, folder: Path, levels: Collection[str], everything: bool = False) -> Path:
-    """Builds the program: the kernels of `levels` with the flags of `build`, other kernels with the library's flags.
-    The tests have the library's flags, too, unless `everything` is set."""
+    """Builds the program. Kernels of `levels` get the flags of `build`, and other kernels get the library's flags. The
+    tests get the library's flags, too, unless `everything` is set."""
     compiler = build_library.compiler("CC", "cc", "gcc")
     include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
     optimised = ["-O2", *build_library.c_optimise(compiler)]
@@ -180,7 +178,8 @@ def compile_program(build: str, folder: Path, levels: Collection[str], everythin
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, pytestconfig):
-    """run(build, level, test, step): what the program prints; built once a session, run at all levels at once."""
+    """Returns a function run(build, level, test, step) that returns what the program prints. The program is built once
+    per session and runs at all levels at once."""
 
     @functools.cache
     def levels(build: str) -> list[str]:
@@ -199,7 +198,7 @@ def run(tmp_path_factory, pytestconfig):
     def at_all_levels(build: str, test: str, step: int) -> dict[str, subprocess.CompletedProcess[str]]:
         program(build)
         there = levels(build)
-        if test != "level":  # what this machine lacks would be another of them, run once more
+        if test != "level":  # a machine without a level picks another one, which would run twice
             picked = at_all_levels(build, "level", 0)
             there = [level for level in there if picked[level].stdout.strip() == level]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -220,7 +219,7 @@ def run(tmp_path_factory, pytestconfig):
 
 
 def bits(output: str) -> list[str]:
-    """The lines that hash results."""
+    """Returns the lines of the output that hash results."""
     return [line for line in output.splitlines() if line.startswith("bits ")]
 
 
@@ -228,7 +227,8 @@ def bits(output: str) -> list[str]:
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("test", TESTS)
 def test_c(run, build, level, test, pytestconfig):
-    """In the quick tier large tensors are for the instruction set that runs here: the others have the same source."""
+    """Every test passes at every level. The quick tier has large tensors only at this machine's level, because all
+    levels have the same source."""
     if pytestconfig.getoption("--slow"):
         print(run(build, level, test, SLOW_STEPS[build]))
     else:
@@ -253,7 +253,7 @@ def test_every_float(run, level, test):
 @pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
 @pytest.mark.parametrize("test", [test for test in TESTS if test != "loads" and not test.endswith("_sizes")])
 def test_same_bits_on_all_levels_with_fma(run, test):
-    """v3 and v4 agree in every bit. Without fma the last bits differ, except in tests that have no product to fuse."""
+    """v3 and v4 agree in every bit. The baseline has no fma: its last bits differ, except in tests without products."""
     v3 = bits(run("plain", "v3", test, STEPS["plain"]))
     assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
     if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges", "loss_reduce"):
@@ -261,12 +261,12 @@ def test_same_bits_on_all_levels_with_fma(run, test):
 
 
 CROSS = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
-IN_AN_EMULATOR = [test for test in TESTS if test != "norm_ranges"]  # that one takes many minutes
+IN_AN_EMULATOR = [test for test in TESTS if test != "norm_ranges"]  # that test takes many minutes
 
 
 @pytest.fixture(scope="session")
 def aarch64_program(tmp_path_factory) -> Path:
-    """The plain program for aarch64, which has one instruction set, and that has fma."""
+    """Builds the plain program for aarch64, which has one instruction set, with fma."""
     if missing := [tool for tool in CROSS if shutil.which(tool) is None]:
         pytest.skip(f"no {missing[0]} (Debian: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)")
     with pytest.MonkeyPatch.context() as patch:
@@ -279,8 +279,8 @@ def aarch64_program(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("test", IN_AN_EMULATOR)
 def test_aarch64(run, aarch64_program, test):
-    """Results on aarch64 are right. Except in float64 they also have the same bits as those of v3. In float64 both
-    programs call exp and the like in their own C libraries, which may differ."""
+    """Results on aarch64 are right. Except in float64 they have the same bits as v3. In float64 both programs call exp
+    of their own C libraries, which may differ."""
     step = STEPS["sanitized"]
     emulated = subprocess.run(
         [CROSS[1], "-L", "/usr/aarch64-linux-gnu", str(aarch64_program), test, str(step)],
@@ -295,7 +295,7 @@ def test_aarch64(run, aarch64_program, test):
         ]
 
 
-# Stands in for the compiler's: a processor that has everything but $MISSING.
+# Replaces the compiler's header by one for a processor that has every feature except $MISSING.
 CPUID_H = """
 #define __get_cpuid(leaf, a, b, c, d) \\
   (*(a) = *(b) = *(d) = 0, *(c) = strcmp(getenv("MISSING"), "f16c") ? ~0u : ~(1u << 29), (leaf) == 1)
@@ -309,7 +309,7 @@ int main(void) { return printf("%s %d", cpu_level_name(cpu_level()), cpu_should_
 
 
 def level_program(tmp_path: Path) -> Path:
-    """Prints the level that is chosen, and whether a result of 100 bytes is streamed."""
+    """Builds a program that prints the chosen level, and whether a result of 100 bytes is streamed."""
     (tmp_path / "cpuid.h").write_text(CPUID_H)
     (tmp_path / "main.c").write_text(PRINT_LEVEL)
     sources, program = [tmp_path / "main.c", build_library.CSRC / "common" / "cpu" / "level.c"], tmp_path / "level"
@@ -350,7 +350,7 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """The table of plans of the GPU's norms: every row is reached, and forward does not depend on the rows."""
+    """Every row of the table of GPU norm plans is reached, and a forward plan does not depend on the rows' number."""
     program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]

@@ -1,5 +1,5 @@
-"""The barriers of clusters, without a GPU: CTAs write into each other's shared memory, and a write must neither come
-before the other CTA is there nor before it has read what it got last."""
+"""Tests the barriers of clusters on the CPU. A CTA writes into another CTA's shared memory only when that CTA has
+started and has read the previous value."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ CSRC = build_library.CSRC
 
 
 def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
-    """tests/c/strip_join.cpp runs the class that joins what the CTAs of a strip have."""
+    """tests/c/strip_join.cpp runs the class that combines the results of the CTAs of a strip."""
     text = (CSRC / "rows" / "strips.cuh").read_text()
     begin, end = text.index("// The sum over a strip's columns."), text.index("// ---- on the host ----")
     (tmp_path / "strip_join.inc").write_text(text[begin:end])
@@ -23,8 +23,8 @@ def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
 
 
 def test_rows_wait_for_the_other_ctas() -> None:
-    """A kernel that makes a RowSum for a cluster waits once for the mbarriers of the other CTAs. The source is read,
-    because the kernels' asynchronous copies and mbarriers run on a GPU alone."""
+    """A kernel that makes a RowSum for a cluster waits once for the mbarriers of the other CTAs. The test reads the
+    source, because asynchronous copies and mbarriers run only on a GPU."""
     seen = 0
     for path in sorted(CSRC.rglob("*.cu*")):
         text = path.read_text()

@@ -1,4 +1,5 @@
-"""python -m extension_cpp: the demo on a few steps, info, whether a build fits a machine, and one sentence an error.
+"""Tests python -m extension_cpp: the demo with a few steps, info, whether a build fits a machine, and
+error messages. test_scaffold.py tests new and new-package.
 
 new and new-package are in test_scaffold.py.
 """
@@ -28,10 +29,10 @@ def run(*words, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, **options)
 
 
-# demo
+# Tests of demo
 
 
-# The demo itself, with a table of small tensors, one block in the model, and graphs that are captured but not compiled.
+# Runs the demo with small tensors, one block in the model, and graphs that are captured but not compiled.
 SMALL_DEMO = """
 import functools
 import sys
@@ -61,7 +62,7 @@ def test_demo(tmp_path):
     picture = tmp_path / "out" / "demo_loss.png"
     assert "The loss curves: out/demo_loss.png" in lines
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
-    assert "Traceback" not in done.stderr  # (torch may print a warning there, for example about the Python version)
+    assert "Traceback" not in done.stderr  # torch may warn there, for example about the Python version
 
 
 def trained(name: str, losses: list[float]) -> demo.Run:
@@ -89,7 +90,8 @@ def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, d
 
 
 def test_demo_shows_every_function():
-    """All of this package. One by `new`, whose bits nobody recorded, may have arguments that it does not know."""
+    """The demo's table has every function of the package. Exempt are ops made by `new`, whose bits nobody recorded: the
+    demo does not know their arguments."""
     shown = [case.name for case in demo_table.cases()]
     assert len(set(shown)) == len(shown)
     bits = json.loads((PACKAGE.parent / "tests" / "recorded_bits.json").read_text())
@@ -99,7 +101,7 @@ def test_demo_shows_every_function():
     assert {*shown} <= {*OPERATORS}
 
 
-# info
+# Tests of info
 
 
 def test_info(capsys):
@@ -118,7 +120,7 @@ def test_info(capsys):
         assert [schema for schema in schemas if schema.startswith(f"extension_cpp::{name}(")] != []
 
 
-# What the package asks of torch before it needs any of it.
+# Has only what the package asks of torch before it uses torch.
 NO_MORE_THAN_A_VERSION = """
 __version__ = "{}+cpu"
 class version: cuda = None
@@ -137,7 +139,7 @@ NEW_TORCH, OLD_TORCH = map(NO_MORE_THAN_A_VERSION.format, ("2.11.0", "2.5.1"))
     ids=["no library", "old torch", "no torch"],
 )
 def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_text, sentence):
-    """A copy of the package, beside what stands for torch."""
+    """Commands report what is missing, in a copy of the package beside an imitation of torch."""
     ignore = shutil.ignore_patterns("csrc", "__pycache__", *missing)
     shutil.copytree(PACKAGE, tmp_path / "extension_cpp", ignore=ignore)
     (tmp_path / "torch").mkdir()
@@ -145,11 +147,11 @@ def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_te
     told = run("-m", "extension_cpp", "info", cwd=tmp_path)
     assert told.returncode == 1 and told.stderr == ""
     assert sentence in told.stdout and "Python  " in told.stdout
-    assert ("cpu=" in told.stdout or "baseline" in told.stdout) == (not missing)  # what was built, read from the file
+    assert ("cpu=" in told.stdout or "baseline" in told.stdout) == (not missing)  # read from the library file
     refused = run("-m", "extension_cpp", "demo", cwd=tmp_path)
     assert refused.returncode == 1 and refused.stdout == ""
     assert refused.stderr.startswith(f"error: {sentence}") and refused.stderr.count("\n") == 1
-    # An import by anything else raises, by another module that is run with -m, too.
+    # All other imports raise ImportError, also in another module that runs with -m.
     (tmp_path / "train.py").write_text("import extension_cpp\n")
     for words in (["-c", "import extension_cpp"], ["-m", "train", "extension_cpp"]):
         imported = run(*words, cwd=tmp_path)
@@ -157,13 +159,13 @@ def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_te
 
 
 def test_closed_pipe():
-    """As `| head` leaves it: no traceback, not at exit either. Each command runs through run_command."""
+    """A closed pipe, as `| head` leaves it, causes no traceback, also not at exit. All commands share this code."""
     reader, writer = os.pipe()
     os.close(reader)
     words = [sys.executable, "-m", "extension_cpp", "info"]
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=PACKAGE.parent)
     os.close(writer)
-    assert done.returncode in (1, 141) and done.stderr == ""  # 1: rich itself exits when the pipe is closed
+    assert done.returncode in (1, 141) and done.stderr == ""  # rich exits with 1 when the pipe is closed
 
 
 def test_facts_from_files(tmp_path):
@@ -172,7 +174,7 @@ def test_facts_from_files(tmp_path):
     assert info._search(r"^third", str(tmp_path / "facts")) is None and info._search("", str(tmp_path / "none")) is None
 
 
-# Whether they fit
+# Tests whether a build fits a machine
 
 
 def build(cuda: str | None = "13.0", *architectures: str) -> Build:
@@ -223,7 +225,7 @@ def test_fit(build, machine, expected):
     found = info.misfits(build, machine)
     assert len(found) == min(1, len(expected)), found
     assert all(words in found[0] for words in expected), found
-    # A CPU-only build fits a machine without a GPU, and yet nothing runs on a GPU there.
+    # A CPU build fits a machine without a GPU, but cuda_problem still reports that nothing runs on a GPU.
     assert (info.cuda_problem(build, machine) is None) == (not expected and bool(machine.gpus))
 
 
@@ -236,8 +238,8 @@ def test_parse_build():
 
 
 def test_plan(capsys):
-    """`info --plan` prints the choice of csrc/rows/plan.h: a row kernel with one CTA or a cluster of 16 per row for
-    forward, and the split kernel for a small backward."""
+    """`info --plan` prints the choice of csrc/rows/plan.h: for forward a row kernel with one CTA or a cluster of 16 per
+    row, and for a small backward the split kernel."""
 
     def plan(*words: str) -> dict[str, str]:
         assert command.main(["info", "--plan", *words]) == 0
@@ -253,7 +255,7 @@ def test_plan(capsys):
         command.main(["info", "--plan", "rms_nrom", "bfloat16", "2x3"])
 
 
-# One sentence an error
+# Tests of error messages
 
 
 def test_a_wrong_command_lists_the_commands(capsys):

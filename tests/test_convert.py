@@ -1,4 +1,4 @@
-"""nn.convert: whole models from transformers beside unconverted ones, and every reason not to convert a module."""
+"""Tests nn.convert: whole models from transformers beside unconverted ones, and every reason to leave a module."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # every model here is made from its configuration
+os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, without downloads
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ OPT |= {"num_attention_heads": 4, "max_position_embeddings": 32, "dropout": 0.0,
 T5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 T5 |= {"decoder_start_token_id": 0}
 
-OWN_LOSS = ("t5", "bert")  # these models compute the loss themselves
+OWN_LOSS = ("t5", "bert")  # these models compute the loss in their own code
 # For each model: its class, its configuration, the number of its norms, and the op that computes them.
 MODELS = {
     "llama": ("LlamaForCausalLM", LLAMA, 5, "rms_norm"),
@@ -66,7 +66,7 @@ OWN = "its forward does not call loss_function, but computes the loss itself"
 
 
 def make(name: str, dtype: torch.dtype, device: str = "cpu") -> torch.nn.Module:
-    """The model in training mode, with norm weights other than 1."""
+    """Makes the model in training mode, with norm weights other than 1."""
     class_name, options, *_ = MODELS[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(0)
@@ -87,9 +87,10 @@ def loss_and_gradients(model: Callable[..., object], parameters: dict[str, torch
 
 
 def check_same(got: dict[str, Tensor], want: dict[str, Tensor], eps: float) -> None:
-    """A norm's forward and backward are some 16 roundings, and a model here has 12 norms at most. What a layer before
-    a norm got wrong, the norm does not enlarge relative to its row, so the roundings add up: 16 * 12 of them, half an
-    eps each, relative to the largest gradient: the small ones are differences of such (a key's bias gets zero)."""
+    """Checks that loss and gradients differ by rounding errors only. The forward and backward of a norm have about 16
+    roundings, and a model has at most 12 norms. A norm does not enlarge the relative error of its row, so that the
+    roundings add up: 16 * 12, half an eps each. The bound is relative to the largest gradient, because small gradients
+    are differences of large terms; a key's bias gets zero."""
     assert got.keys() == want.keys()
     largest = max(gradient.abs().max().item() for name, gradient in want.items() if name != "loss")
     for name, exact in want.items():
@@ -104,7 +105,7 @@ PRECISIONS = [("float64", name) for name in MODELS] + [("float32", name) for nam
 
 @pytest.mark.parametrize("dtype, name", PRECISIONS)
 def test_models(name: str, dtype: str, device: str) -> None:
-    """Loss, gradients and state_dict against the unconverted model."""
+    """A converted model has the loss, gradients and state_dict of the unconverted model."""
     stock = make(name, getattr(torch, dtype), device)
     model = copy.deepcopy(stock)
     changed, left = convert(model)
@@ -115,7 +116,7 @@ def test_models(name: str, dtype: str, device: str) -> None:
     assert not any(type(module) is torch.nn.Dropout for module in model.modules())
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     got = loss_and_gradients(model, dict(model.named_parameters()))
-    # The RMSNorm classes compute in float32 in every model, and so does transformers' loss.
+    # The RMSNorm classes and transformers' loss compute in float32 in every model, also in float64.
     exact = dtype == "float64" and name == "bert"
     check_same(got, want, torch.finfo(torch.float64 if exact else torch.float32).eps)
     assert any(not torch.equal(got[name], want[name]) for name in want), "not one bit differs: is it converted?"
@@ -127,18 +128,19 @@ def test_models(name: str, dtype: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compiled(name: str, device: str) -> None:
-    """Inductor compiles the models. Quick tests in test_convert_loss.py and test_convert_models.py do without it."""
+    """Inductor compiles converted models. test_convert_loss.py and test_convert_models.py have quick tests of
+    graphs."""
     stock = make(name, torch.float32, device)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     convert(stock)
     torch.compiler.reset()
-    # Transformers' own code breaks the graph of these two: it logs a warning, or reads a mask.
+    # Transformers' code breaks the graph of these two models, by a warning to the log or a read of the mask.
     compiled = torch.compile(stock, fullgraph=name not in ("gpt2", "opt"))
     check_same(loss_and_gradients(compiled, dict(stock.named_parameters())), want, torch.finfo(torch.float32).eps)
 
 
 class ReferenceDropout(torch.nn.Dropout):
-    """dropout in plain PyTorch, with the masks of extension_cpp.dropout."""
+    """Computes dropout in plain PyTorch, with the masks of extension_cpp.dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return extension_cpp.reference.dropout(x, self.p, self.training)
@@ -168,8 +170,8 @@ def test_models_with_dropout(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_in_bfloat16(name: str, device: str) -> None:
-    """As near to float64 as the unconverted model is, because our norms round no more often than the originals. The
-    test compares the error of all gradients together. Many small roundings make it, so it varies little."""
+    """A converted bfloat16 model is as near to float64 as the unconverted one, because our norms round no more often.
+    The test compares one error over all gradients: it consists of many small roundings and varies little."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     assert convert(models["converted"]).changed
@@ -179,12 +181,11 @@ def test_models_in_bfloat16(name: str, device: str) -> None:
         for who, each in found.items()
     }
     assert all(each.dtype == torch.bfloat16 for part, each in found["converted"].items() if part != "loss")
-    # Both models round the same step, in different ways. For random weights, the ratio of their errors was between 0.66
-    # and 1.38.
+    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
-# ---- one norm ----
+# ---- single norms ----
 
 NORMS: dict[str, Callable[[], torch.nn.Module]] = {
     "llama": lambda: LlamaRMSNorm(64),
@@ -202,9 +203,9 @@ NORMS: dict[str, Callable[[], torch.nn.Module]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_in_every_dtype(name: str, device: str) -> None:
-    """The dtype of the result, where the original takes input and parameters of two dtypes at all, and its values:
-    where they are half, both round from float32 (a product once more, and a bias once more: one eps and a half each,
-    ours half an eps), else 16 roundings apart, as in a probe."""
+    """A converted norm has the dtype and values of the original, if the original takes input and parameters of two
+    dtypes. In half types both round from float32: the original up to three times, 1.5 eps, and ours once, half an eps.
+    Otherwise the bound is 16 roundings, as in a probe."""
     for dtype in DTYPES:
         stock = NORMS[name]().to(device, dtype)
         for parameter in stock.parameters():
@@ -227,8 +228,8 @@ def test_norms_in_every_dtype(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, device: str) -> None:
-    """Llama rounds xhat and the product, ours the product: half an eps each, so 1.5 eps of each element, and a little
-    where float32's own error decides a rounding. Gemma rounds once: the same bits but for such elements."""
+    """Llama rounds xhat and the product, and our norm rounds the product: together 1.5 eps, and a little more where
+    float32's error decides a rounding. Gemma rounds once, so that only such elements differ."""
     x = torch.randn(256, 64, device=device, dtype=dtype)
     for norm, bound in ((LlamaRMSNorm(64), 1.5), (GemmaRMSNorm(64), 1.0)):
         torch.nn.init.normal_(norm.weight)
@@ -245,7 +246,7 @@ def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, dev
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("original", [transformers.activations.NewGELUActivation(), LlamaRMSNorm(64)], ids=type)
 def test_what_has_the_results_dtype_is_not_cast(original: torch.nn.Module, dtype: torch.dtype, device: str) -> None:
-    """Also not to its own dtype, which costs the host time."""
+    """A converted norm does not cast a tensor that already has the right dtype, because a cast costs host time."""
     module = copy.deepcopy(original).to(device, dtype)
     convert(module)
     x = torch.randn(2, 64, device=device, dtype=dtype, requires_grad=True)
@@ -345,11 +346,11 @@ def test_draws_no_random_numbers() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-# ---- what is left ----
+# ---- modules that are left ----
 
 
 class OwnNorm(torch.nn.Module):
-    """rms_norm, except for what a subclass changes."""
+    """Computes rms_norm; subclasses change one thing each."""
 
     def __init__(self, eps: float = 1e-3) -> None:
         super().__init__()
@@ -393,7 +394,7 @@ class HalfNorm(OwnNorm):
     def forward(self, x: Tensor) -> Tensor:
         total = x[..., 0].square()
         for i in range(1, 64):
-            total = total + x[..., i].square()  # rounded to x's dtype each time
+            total = total + x[..., i].square()  # rounded to x's dtype at each step
         return x * (total / 64 + self.eps).rsqrt().unsqueeze(-1) * self.weight
 
 
@@ -431,7 +432,7 @@ class GainNorm(OwnNorm):
 
 
 class BiasNorm(OwnNorm):
-    """The number is an attribute of the class."""
+    """Adds a number that is an attribute of the class."""
 
     shift = 0.0
 
@@ -546,7 +547,7 @@ def test_a_known_formula_is_found_under_any_name() -> None:
 
 
 def test_dropout(device: str) -> None:
-    """In training it has the op's masks for PyTorch's seed. In evaluation it is the identity."""
+    """A converted dropout has the op's masks for PyTorch's seed in training, and is the identity in evaluation."""
     model = torch.nn.Sequential(torch.nn.Dropout(0.25), extension_cpp.nn.AddLayerNorm(64))
     assert convert(model) == ({"0": "dropout"}, {})
     x = torch.ones(100, 64, device=device)
@@ -563,7 +564,7 @@ SOFTMAXES = {"softmax": torch.nn.Softmax, "log_softmax": torch.nn.LogSoftmax}
 @pytest.mark.parametrize("dim", [-1, 0, 2])
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes(name: str, dim: int, device: str) -> None:
-    """The result has the op's bits, hooks run, copies stay converted, and revert restores the class."""
+    """A converted softmax gives the op's bits and runs hooks. Copies stay converted, and revert restores the class."""
     module, seen = SOFTMAXES[name](dim=dim), []
     stock = copy.deepcopy(module)
     module.register_forward_hook(lambda *_: seen.append(1))
@@ -581,7 +582,7 @@ def test_softmaxes(name: str, dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_cross_entropy_losses(weighted: bool, device: str) -> None:
-    """The result has the op's bits for class indices and torch's for probabilities. The weight remains a buffer."""
+    """A converted loss gives the op's bits for class indices and torch's for probabilities. `weight` is a buffer."""
     weight = torch.rand(8, device=device) if weighted else None
     module = torch.nn.CrossEntropyLoss(weight, ignore_index=3, label_smoothing=0.1)
     stock = copy.deepcopy(module)
@@ -590,7 +591,7 @@ def test_cross_entropy_losses(weighted: bool, device: str) -> None:
     assert module.state_dict().keys() == stock.state_dict().keys()
     logits, target = torch.randn(16, 8, device=device), torch.randint(0, 8, (16,), device=device)
     want = extension_cpp.cross_entropy(logits, target, weight, 3, label_smoothing=0.1)
-    module.ignore_index = stock.ignore_index = -100  # with probabilities torch refuses any other
+    module.ignore_index = stock.ignore_index = -100  # torch refuses any other value together with probabilities
     probabilities = torch.rand(16, 8, device=device)
     assert torch.equal(module(logits, probabilities), stock(logits, probabilities))
     module.ignore_index = 3
@@ -606,7 +607,7 @@ CHOICES: list[tuple[dict[str, object], set[str]]] = [
     ({}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
     ({"only": "layer_norm"}, {"norm", "blocks.0.norm"}),
     ({"only": ["layer_norm", "add_layer_norm"]}, {"norm", "blocks.0.norm", "blocks.0"}),
-    ({"only": ["add_layer_norm"]}, set()),  # since no norm is changed
+    ({"only": ["add_layer_norm"]}, set()),  # the sum is not fused, because the norm is not converted
     ({"only": ["blocks.*"]}, {"blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
     ({"skip": "dropout"}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act"}),
     ({"skip": ["norm", "gelu"]}, {"blocks.0.norm", "blocks.0", "blocks.0.drop"}),
@@ -636,7 +637,7 @@ class ChosenModel(torch.nn.Module):
 
 @pytest.mark.parametrize("options, names", CHOICES, ids=[str(options) for options, _ in CHOICES])
 def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
-    """What they leave out is in neither dict and keeps its class. A dry run says the same, and changes nothing."""
+    """`only` and `skip` leave modules unchanged and unreported. A dry run reports the same and changes nothing."""
     model = ChosenModel()
     classes = {name: type(module) for name, module in model.named_modules()}
     planned = convert(model, dry_run=True, **options)
@@ -646,7 +647,8 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
 
 
 def test_skip_takes_a_function_for_no_module() -> None:
-    """A module may have the name of a function. A module that skip names is not in `left`."""
+    """`skip` takes names of functions and of modules, even of a module named like a function, and does not report
+    them."""
     model = torch.nn.Sequential()
     model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
     assert convert(model, dry_run=True).left.keys() == {"drop"}
@@ -686,7 +688,7 @@ def test_not_a_module() -> None:
 
 @contextlib.contextmanager
 def autocast(device: str, enabled: bool) -> Iterator[None]:
-    """torch.autocast, also for a device that this machine does not have."""
+    """Enables torch.autocast, also for a device that this machine does not have."""
     before = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, enabled)
     try:
@@ -706,12 +708,12 @@ AUTOCAST_NORMS = NORMS | {
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", AUTOCAST_NORMS)
 def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> None:
-    """The result has the dtype that the original module's has, on FakeTensors, which need no GPU."""
+    """Under autocast a converted norm returns the original's dtype. FakeTensors replace tensors of a GPU."""
     stock = AUTOCAST_NORMS[name]()
     ours = copy.deepcopy(stock)
     assert convert(ours).changed
     compared, mode = 0, FakeTensorMode()
-    halves = HALF if enabled else HALF[:1]  # without autocast its dtype changes nothing
+    halves = HALF if enabled else HALF[:1]  # autocast's dtype has no effect while autocast is disabled
     for dtype, half in itertools.product(DTYPES, halves):
         parameters = {key: parameter.to(dtype) for key, parameter in stock.named_parameters()}
         for x_dtype in DTYPES:
@@ -733,7 +735,7 @@ def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> No
 
 @functools.cache
 def takes(name: str, dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
-    """Whether a module takes inputs and parameters of these dtypes on the CPU; PyTorch's fakes refuse less."""
+    """Returns whether a module takes inputs and parameters of these dtypes on the CPU. PyTorch's fakes refuse fewer."""
     with torch.utils._python_dispatch._disable_current_modes():
         try:
             AUTOCAST_NORMS[name]().to(dtype)(torch.zeros(5, 4, 64, dtype=x_dtype))
@@ -749,7 +751,7 @@ def takes(name: str, dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_a_llama_is_traced(gradients: bool) -> None:
-    """torch.jit.trace, with its own check. The traced model trains."""
+    """torch.jit.trace, which checks its result, traces a converted Llama, and the traced model trains."""
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
@@ -782,7 +784,7 @@ CAPTURES = {
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_are_captured(name: str, capture: str) -> None:
-    """A norm, alone and in a model, is captured under no_grad. The graph trains."""
+    """A converted norm is captured under no_grad, alone and in a model, and the captured graph trains."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     norm = NORMS[name]()
@@ -805,12 +807,12 @@ def test_scripting_gets_a_sentence_that_is_true(name: str) -> None:
     convert(model)
     with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile .*, whose forward is Python code that"):
         torch.jit.script(model)
-    if name.startswith("torch layer"):  # torch.jit.script cannot compile the code of the other classes
+    if name.startswith("torch layer"):  # torch.jit.script can compile only the original code of these two classes
         nn.revert(model)
         torch.jit.script(model)
 
 
-# ---- what others do to a converted module, and the way back ----
+# ---- operations on converted modules, and revert ----
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -847,7 +849,7 @@ def test_called_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_forward_of_its_own_is_not_replaced(name: str) -> None:
-    """`module.forward = module.forward`, as accelerate leaves it behind."""
+    """convert replaces a forward stored in the instance if it is the class's own, as accelerate leaves it behind."""
     norm = NORMS[name]()
     norm.forward = norm.forward
     assert convert(norm).changed
@@ -868,11 +870,11 @@ def test_a_class_on_top_survives_copies_and_pickles() -> None:
 
 
 def test_all_are_decided_before_one_is_changed() -> None:
-    """If examining a class raises an error, the model stays as it was."""
+    """If a class raises while convert examines it, the whole model stays unchanged."""
 
     class Hostile(OwnNorm):
         @property
-        def forward(self) -> object:  # type: ignore[override]  # nobody expects it
+        def forward(self) -> object:  # type: ignore[override]  # raises on access
             raise ZeroDivisionError
 
     model = torch.nn.Sequential(torch.nn.LayerNorm(64), Hostile())
@@ -882,7 +884,7 @@ def test_all_are_decided_before_one_is_changed() -> None:
 
 
 def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms of one class with equal numbers and shapes are probed once, others each."""
+    """convert probes norms of one class with equal numbers and shapes once, and others once each."""
     seen: list[int] = []
     forward = LlamaRMSNorm.forward
 

@@ -1,4 +1,4 @@
-"""The classes that convert makes: what looks for the layers of a class finds converted ones and those left alone."""
+"""Tests the classes that convert makes: code that looks for layers by class finds converted and unconverted ones."""
 
 import abc
 import copy
@@ -28,7 +28,7 @@ NAME = "LlamaDecoderLayer"
 
 
 def by_hand(model: torch.nn.Module) -> type:
-    """The class of the first module whose class has this name, as accelerate and peft look for it."""
+    """Returns the class of the first module whose class is named NAME, as accelerate and peft look for it."""
     return next(type(module) for module in model.modules() if type(module).__name__ == NAME)
 
 
@@ -38,7 +38,7 @@ def by_accelerate(model: torch.nn.Module) -> type:
 
 
 def by_peft(model: torch.nn.Module) -> type:
-    """The class in the policy that peft makes for FSDP."""
+    """Returns the class in the policy that peft makes for FSDP."""
     other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
     _, policy = other.fsdp_auto_wrap_policy(model).keywords["policies"]
     return next(kind for kind in policy.keywords["transformer_layer_cls"] if kind.__name__ == NAME)
@@ -71,7 +71,7 @@ def test_layers_are_found_by_their_class(skip: Any, find: Callable[..., type], w
 
 
 def test_a_model_with_layers_left_alone() -> None:
-    """It trains, is copied, saved, compiled and reverted as one in which all are changed."""
+    """A model with some unconverted layers trains, and can be copied, saved, compiled and reverted."""
     stock = make("llama", torch.float32)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     model = copy.deepcopy(stock)
@@ -111,7 +111,7 @@ def test_instances_and_subclasses(name: str) -> None:
 
 
 class Counting(type):
-    """A metaclass of a user's own."""
+    """A metaclass that a user may define."""
 
     made = 0
 

@@ -1,5 +1,4 @@
-"""A converted module takes whatever the module took before: where that computes, it computes the same, and where that
-raises, it raises."""
+"""A converted module accepts the inputs that the original accepts, with the same results, and refuses the others."""
 
 import copy
 from collections.abc import Callable
@@ -89,7 +88,7 @@ def outcome(module: torch.nn.Module, *args: Any) -> Any:
     torch.manual_seed(0)
     try:
         return module(*args)
-    except Exception as error:  # of any kind: the test asks only whether there is one
+    except Exception as error:  # the test only asks whether any exception is raised
         return error
 
 
@@ -100,7 +99,7 @@ def values(y: Tensor) -> list[Tensor]:
 
 
 def check_outcome(got: Any, want: Any, is_random: bool = False) -> None:
-    """The rounding of half types in other places: 4 eps, relative to the largest element."""
+    """Checks two outcomes for equality up to rounding half types at other steps: 4 eps of the largest element."""
     if isinstance(want, Exception):
         assert isinstance(got, Exception), f"it computes, but the original raised {want}"
         return
@@ -115,7 +114,7 @@ def check_outcome(got: Any, want: Any, is_random: bool = False) -> None:
             torch.testing.assert_close(a.to(wide), b.to(wide), rtol=0, atol=4 * eps * largest, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's, of prototypes and of what it casts
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of prototypes and of casts
 @pytest.mark.parametrize("name", MODULES)
 def test_no_domain_shrinks(name: str) -> None:
     stock = MODULES[name]()
@@ -126,7 +125,7 @@ def test_no_domain_shrinks(name: str) -> None:
     computed = 0
     for kind, x in inputs().items():
         if (name, kind) == ("Dropout of all", "COO"):
-            continue  # PyTorch 2.11 leaves this result as the memory was
+            continue  # PyTorch 2.11 leaves this result uninitialized
         want = outcome(stock, x)
         try:
             check_outcome(outcome(module, x), want, is_random=name == "Dropout")
@@ -149,8 +148,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def loss_inputs() -> dict[str, tuple[Any, Any]]:
-    """Every kind of logits and of target. Class weights of float32 with half logits are left out: the op takes them,
-    and torch refuses them."""
+    """Returns every kind of logits and of target. float32 class weights with half logits are left out: the op takes
+    them, and torch refuses them."""
     target, kinds = torch.tensor([1, 2, 3, 7]), inputs()
     logits = kinds["torch.float32"]
     found = {kind: (x, target) for kind, x in kinds.items()}
@@ -180,7 +179,7 @@ def test_no_domain_of_the_loss_shrinks(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["RMSNorm", "an activation", "a norm", "a residual sum"])
 def test_gradients_of_complex_numbers(name: str) -> None:
-    """The modules that have such gradients in PyTorch have them once converted."""
+    """Converted modules have gradients for complex numbers if the originals have them."""
     stock = MODULES[name]()
     module = copy.deepcopy(stock)
     convert(module)

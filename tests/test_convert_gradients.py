@@ -1,4 +1,4 @@
-"""Modules that convert changed, with exactly one input or parameter that requires grad, and what only and skip name."""
+"""Tests converted modules with exactly one input or parameter that requires grad, and the options only and skip."""
 
 import copy
 import itertools
@@ -56,7 +56,7 @@ def inputs_of(name: str, device: str) -> list[Tensor]:
 
 
 def gradient(module: torch.nn.Module, inputs: list[Tensor], needed: int) -> Tensor | None:
-    """The gradient of one input or parameter, where no other requires grad. None if it has none."""
+    """Returns the gradient of the only input or parameter that requires grad, or None if it has no gradient."""
     leaves = [x.detach().clone() if x.is_floating_point() else x for x in inputs]
     tensors = [*(x for x in leaves if x.is_floating_point()), *module.parameters()]
     for i, tensor in enumerate(tensors):
@@ -70,7 +70,8 @@ def gradient(module: torch.nn.Module, inputs: list[Tensor], needed: int) -> Tens
 
 @pytest.mark.parametrize("name", MODULES)
 def test_one_tensor_requires_grad(name: str, device: str) -> None:
-    """Each input and each parameter alone. cos and sin are inputs: one of them may be learned beside the other."""
+    """A converted module gives the right gradient if a single input or parameter requires grad. The inputs include cos
+    and sin, one of which may be learned."""
     torch.manual_seed(0)
     stock = MODULES[name]().to(device)
     ours = copy.deepcopy(stock)
@@ -83,15 +84,15 @@ def test_one_tensor_requires_grad(name: str, device: str) -> None:
         assert (got is None) == (want is None), f"tensor {needed}"
         if want is not None:
             found += 1
-            # At most three products of 16 or 10 terms in a row, in another order than PyTorch's; float32's default
-            # tolerance allows 11 eps of each element, and here of the largest.
+            # At most three products of 16 or 10 terms follow each other, in another order than PyTorch's. float32's
+            # default tolerance is 11 eps of each element, and here of the largest element.
             torch.testing.assert_close(got, want, rtol=0, atol=1.3e-6 * max(1.0, want.abs().max().item()))
     assert found > 0
 
 
 @pytest.mark.parametrize("function", ["silu", "gelu", TANH])
 def test_every_subset_of_the_inputs_of_a_gated_linear(function: str, device: str) -> None:
-    """Autograd hands over whatever requires grad: the gate alone, the bias without the weight."""
+    """Gradients of a gated linear layer are right for every subset of inputs that require grad."""
     shapes = [(3, 6), (3, 6), (4, 6), (4,)]
     generator = torch.Generator().manual_seed(2)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
@@ -111,7 +112,7 @@ def test_every_subset_of_the_inputs_of_a_gated_linear(function: str, device: str
 @pytest.mark.parametrize("option", ["only", "skip"])
 @pytest.mark.parametrize("kind", [activations.NewGELUActivation, activations.GELUTanh, modules.FunctionalTanh])
 def test_the_name_of_a_function_holds_for_its_tanh_form(kind: type, option: str) -> None:
-    """The words "gelu" and "geglu" stand for both forms, in only and in skip."""
+    """In `only` and `skip`, "gelu" and "geglu" also mean their tanh forms."""
     word = "geglu" if kind is modules.FunctionalTanh else "gelu"
     for given, is_named in ((word, True), ("silu", False)):
         model = torch.nn.ModuleDict({"part": kind()})
@@ -121,7 +122,7 @@ def test_the_name_of_a_function_holds_for_its_tanh_form(kind: type, option: str)
 
 @pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
 def test_dropout_in_place_that_drops_nothing_leaves_a_leaf_alone(p: float, training: bool, device: str) -> None:
-    """Autograd refuses to write into a leaf. As torch.nn.Dropout, the module writes nothing and returns the leaf."""
+    """An in-place dropout that drops nothing does not write into a leaf, which autograd would refuse."""
     for kind in (nn.Dropout, torch.nn.Dropout):
         x = torch.randn(3, 4, device=device, requires_grad=True)
         y = kind(p, inplace=True).train(training)(x)

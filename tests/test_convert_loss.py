@@ -1,5 +1,5 @@
-"""nn.convert on causal language models, with both losses: cross_entropy of the logits, and linear_cross_entropy of the
-hidden states, which holds a part of the logits at a time."""
+"""Tests nn.convert on causal language models with both losses: cross_entropy of the logits, and linear_cross_entropy of
+the hidden states, which holds only a part of the logits at a time."""
 
 import copy
 import inspect
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # every model here is made from its configuration
+os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, without downloads
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from extension_cpp.convert import model_loss
 from extension_cpp.nn import convert
 from tests.test_convert import GPT2, LLAMA, T5, check_same
 
-# The class and its configuration; "bias": its output layer has one.
+# The class and the configuration of each model. "bias" adds a bias to its output layer.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama with a bias": ("LlamaForCausalLM", LLAMA | {"bias": True}),
@@ -38,7 +38,7 @@ TIED = ("qwen3", "gemma3", "gpt2")
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **others: Any) -> Any:
-    """In training mode, with logits so large that a softcap and a scale count."""
+    """Makes a model in training mode, with logits so large that a softcap and a scale have an effect."""
     class_name, options = MODELS[name]
     options = options | others
     has_bias = options.pop("bias", False)
@@ -54,7 +54,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **o
 
 
 def make_inputs(model: Any) -> dict[str, Any]:
-    """Tokens and labels, a third of them ignored."""
+    """Returns tokens and labels, about a third of which are ignored."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 61, (2, 16), generator=generator)
     labels = tokens.masked_fill(torch.rand(2, 16, generator=generator) < 0.3, -100)
@@ -69,7 +69,7 @@ def loss_and_gradients(model: Any, inputs: dict[str, Any], run: Callable[..., An
 
 
 # check_same allows 192 roundings for the norms. A logit sums 32 products, a row has 61 classes, and a gradient sums 32
-# rows or 61 classes. These add at most as many roundings again, so eps is doubled.
+# rows or 61 classes. These add at most as many roundings again, so that eps is doubled.
 EPS = 2 * torch.finfo(torch.float32).eps
 
 
@@ -77,8 +77,8 @@ EPS = 2 * torch.finfo(torch.float32).eps
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str) -> None:
-    """The converted model has the loss, gradients and state of the original. Some labels are ignored. The loss is a
-    mean, or a sum divided by num_items_in_batch."""
+    """A converted model has the loss, gradients and state of the original. Some labels are ignored. The loss is a mean,
+    or a sum divided by num_items_in_batch."""
     stock = make(name, device=device)
     model = copy.deepcopy(stock)
     changed, left = convert(model, loss=loss)
@@ -97,14 +97,14 @@ def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str)
     assert repr(model) == repr(stock) and inspect.signature(model.forward) == inspect.signature(stock.forward)
 
 
-# The loss of the logits repeats what test_convert_models.py compiles: models of several layers.
+# The quick tier omits models with the loss of logits, because test_convert_models.py compiles such models.
 COMPILED = [("gemma3", "linear"), pytest.param("gemma3", "logits", marks=pytest.mark.slow)]
 COMPILED += [pytest.param(name, loss, marks=pytest.mark.slow) for name in ("gpt2", "llama", "qwen3") for loss in LOSSES]
 
 
 @pytest.mark.parametrize("name, loss", COMPILED)
 def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
-    """The models have one layer."""
+    """A converted model with one layer compiles to a single graph."""
     stock = make(name, device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)
@@ -120,7 +120,8 @@ def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiled_by_inductor(loss: str, device: str) -> None:
-    """The quick tier has the graph of the test before. Inductor compiles every op in tests/battery/test_graphs.py."""
+    """Inductor compiles a converted model. The quick tier only captures its graph in the test before, because
+    tests/battery/test_graphs.py compiles every op with Inductor."""
     stock = make("gemma3", device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)
@@ -132,7 +133,7 @@ def test_compiled_by_inductor(loss: str, device: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16(name: str, loss: str, device: str) -> None:
-    """A float32 loss, and gradients as near to float64 as the unconverted model's (see test_convert)."""
+    """A bfloat16 model has a float32 loss, and gradients as near to float64 as the unconverted model's."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     convert(models["converted"], loss=loss)
@@ -143,13 +144,14 @@ def test_in_bfloat16(name: str, loss: str, device: str) -> None:
         who: sum((each[part].double() - exact).square().sum().item() for part, exact in found["exact"].items()) ** 0.5
         for who, each in found.items()
     }
-    # Two ways to round the same step: over draws of weights the one is 0.66 to 1.38 times as far off as the other.
+    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_float64_and_autocast_give_the_loss_the_dtype_it_had(loss: str, device: str) -> None:
-    """Under autocast the logits are bfloat16, each within half an eps, which a gradient sums over rows."""
+    """The loss keeps its dtype in float64 and under autocast. There logits are bfloat16 with errors of half an eps,
+    which a gradient sums over rows."""
     stock = make("llama", torch.float64, device)
     inputs = make_inputs(stock)
     for dtype, enabled in ((torch.float64, False), (torch.float32, True)):
@@ -204,7 +206,7 @@ def test_ways_to_call(call: str, loss: str, device: str) -> None:
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_tuples_hold_logits(configured: bool) -> None:
-    """With return_dict=False the linear loss steps aside: what stands where in a tuple depends on what there is."""
+    """With return_dict=False the model computes logits as before, because a tuple's positions depend on the inputs."""
     stock = forward_with(lambda logits: logits, lambda logits: None)
     if configured:
         stock.config.return_dict = False
@@ -219,7 +221,7 @@ def test_tuples_hold_logits(configured: bool) -> None:
 
 
 def test_a_forward_that_names_return_dict() -> None:
-    """Mamba2's, which also asks the output layer for the dtype of its weight, and casts the logits."""
+    """convert handles Mamba2's forward, which names return_dict, reads the output layer's dtype, and casts logits."""
     options = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8}
     stock = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=61, num_hidden_layers=1, **options))
     model = copy.deepcopy(stock)
@@ -327,11 +329,11 @@ def test_an_error_in_forward_leaves_no_trace() -> None:
     assert model(inputs["input_ids"]).logits.shape == (2, 16, 61) and model(**inputs).logits is None
 
 
-# ---- what is put on a converted model ----
+# ---- layers added to a converted model ----
 
 
 class LoRA(torch.nn.Module):
-    """As peft's, which replaces the layer and calls it."""
+    """Replaces a linear layer and calls it, as peft's LoRA layers do."""
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -382,7 +384,7 @@ def test_what_is_put_on_the_output_layer_counts(put: Callable[[Any], None]) -> N
     torch.testing.assert_close(got.logits, want.logits)
 
 
-# ---- what is left ----
+# ---- models that are left ----
 
 
 class OwnLoss(transformers.LlamaForCausalLM):
@@ -396,7 +398,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
 
 
 def forward_with(change: Callable[[Tensor], Tensor], penalty: Callable[[Tensor], Any] = lambda logits: 0.0) -> Any:
-    """A Llama that does more with its logits."""
+    """Makes a Llama that changes its logits or adds a penalty to its loss."""
 
     class Changed(transformers.LlamaForCausalLM):
         @can_return_tuple
@@ -447,7 +449,7 @@ LEFT: dict[str, list[Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_left_with_the_loss_of_its_logits(reason: str) -> None:
-    """In changed, too, as its loss is converted, and it is what it was."""
+    """A model whose loss cannot be linear gets cross_entropy of its logits, with the same results, and is in `left`."""
     for make_model in LEFT[reason]:
         stock, model = make_model(), make_model()
         model.load_state_dict(stock.state_dict())
@@ -463,7 +465,7 @@ def test_left_with_the_loss_of_its_logits(reason: str) -> None:
 
 
 def test_the_same_forward_is_followed() -> None:
-    """What makes the models of LEFT[UNKNOWN] unknown is what they change."""
+    """The models of LEFT[UNKNOWN] are left for their changes alone: the same forward without a change is converted."""
     plain = forward_with(lambda logits: logits, lambda logits: None)
     assert convert(plain, loss="linear").changed[""] == "linear_cross_entropy"
     capped = forward_with(lambda logits: 3 * torch.tanh(2 * logits / 3), lambda logits: None)

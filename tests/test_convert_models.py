@@ -1,11 +1,11 @@
-"""nn.convert on whole models from transformers: what it changes, and that they train and generate as before."""
+"""Tests nn.convert on whole models from transformers: what it changes, and that they train and generate as before."""
 
 import copy
 import os
 import pickle
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # every model here is made from its configuration
+os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, without downloads
 
 import pytest
 import torch
@@ -25,10 +25,10 @@ VIT |= {"patch_size": 4, "num_labels": 3, "hidden_dropout_prob": 0.0, "attention
 
 TANH = " with approximate='tanh'"
 ONE = " with 1 + weight"
-# What is in `changed` of a layer, beside norms, dropouts and the activation: its parts' names, and the functions.
+# What `changed` has for a layer beside norms, dropouts and the activation: its parts' names with their functions.
 LLAMA_LAYER = {"": "add_rms_norm", "self_attn": "rotary_embedding", "mlp": "swiglu"}
 GEMMA_LAYER = {"": f"add_rms_norm{ONE}", "self_attn": "rotary_embedding", "mlp": f"geglu{TANH}"}
-# The class, its configuration, the name of its last layer and what is changed there, and the activation.
+# For each model: class, configuration, name of the last layer, what is changed in that layer, and activation.
 MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
     "llama": ("LlamaForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
     "qwen2": ("Qwen2ForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
     ),
     "gemma": ("GemmaForCausalLM", DECODER, "model.layers.1", GEMMA_LAYER, f"gelu{TANH}"),
     "gemma3": ("Gemma3ForCausalLM", DECODER, "model.layers.1", GEMMA_LAYER, f"gelu{TANH}"),
-    # Its norms stand before the residual addition.
+    # The norms of olmo2 come before the residual addition.
     "olmo2": (
         "Olmo2ForCausalLM",
         DECODER,
@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
         {"self_attn": "rotary_embedding", "mlp": "swiglu"},
         "silu",
     ),
-    # Interleaved, of half a head; and all in one norm.
+    # glm rotates half of each head, interleaved. cohere has one norm for attention and MLP.
     "glm": ("GlmForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
     "cohere": (
         "CohereForCausalLM",
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
         "silu",
     ),
     "gpt2": ("GPT2LMHeadModel", GPT2, "transformer.h.1", {"": "add_layer_norm"}, f"gelu{TANH}"),
-    # Its activation is ReLU, and it reshapes its rows between sum and norm.
+    # opt's activation is ReLU, and opt reshapes rows between the sum and the norm.
     "opt": ("OPTForCausalLM", OPT, "model.decoder.layers.1", {}, ""),
     "bert": (
         "BertForMaskedLM",
@@ -98,7 +98,7 @@ ALONE = ("silu", "gelu", f"gelu{TANH}", "dropout", "layer_norm", "rms_norm", f"r
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Any:
-    """In training mode, with norms whose weights are no ones."""
+    """Makes a model in training mode, with norm weights other than 1."""
     class_name, defaults, *_ = MODELS[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(0)
@@ -127,14 +127,14 @@ def loss_and_gradients(model: Any, run: Any = None) -> dict[str, Tensor]:
 
 
 def pair(name: str, *args: Any, **options: Any) -> tuple[Any, Any]:
-    """The stock model and its converted copy."""
+    """Returns the stock model and a converted copy."""
     stock = make(name, *args, **options)
     model = copy.deepcopy(stock)
     assert convert(model).changed
     return stock, model
 
 
-# A layer here has at most 20 roundings beside its norms, for which check_same has 16 each: no more again.
+# Beside its norms, with 16 roundings each in check_same, a layer has at most 20 roundings, so that eps is doubled.
 EPS = 2 * torch.finfo(torch.float32).eps
 
 
@@ -163,21 +163,21 @@ def test_what_is_changed_and_that_it_trains_as_before(name: str, device: str) ->
     assert all(type(a) is type(b) for a, b in zip(model.modules(), stock.modules(), strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # its experts take no float64
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # mixtral's experts take no float64
 def test_in_bfloat16(name: str, device: str) -> None:
-    """As near to float64 as the unconverted model: each op rounds once (see test_convert)."""
+    """A converted bfloat16 model is as near to float64 as the unconverted one, because each op rounds once."""
     stock, model = pair(name, torch.bfloat16, device)
     exact = loss_and_gradients(copy.deepcopy(stock).double())
     errors = []
     for each in (stock, model):
         found = loss_and_gradients(each)
         errors.append(sum((found[part].double() - exact[part]).square().sum().item() for part in exact) ** 0.5)
-    # Two ways to round the same step: over draws of weights the one is 0.66 to 1.38 times as far off as the other.
+    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
     assert 0 < errors[1] <= 1.5 * errors[0], errors
 
 
 COMPILED = ["llama", "phi3", "modernbert", "vit"]
-# glm converts as llama does; test_convert_loss.py compiles gemma3, with the loss of its hidden states.
+# glm is converted like llama, and test_convert_loss.py compiles gemma3 with the loss of its hidden states.
 COMPILED += [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "glm", "t5")]
 
 
@@ -198,7 +198,7 @@ def test_gradient_checkpointing(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "t5"])
 def test_generates_the_same_tokens(name: str, device: str) -> None:
-    """With a cache: the first step has a row per token, the others one row."""
+    """A converted model generates the same tokens with a cache: first a row per token, then single rows."""
     stock, model = (each.eval() for each in pair(name, device=device))
     tokens = make_inputs(stock)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -207,7 +207,7 @@ def test_generates_the_same_tokens(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_other_outputs(name: str) -> None:
-    """Hidden states and attentions, which transformers collects by hooks on classes."""
+    """A converted model returns the same hidden states and attentions, which transformers collects by class hooks."""
     stock, model = pair(name, attn_implementation="eager")
     options = {"output_hidden_states": True, "output_attentions": True}
     got, want = model(**make_inputs(model), **options), stock(**make_inputs(stock), **options)
@@ -227,7 +227,7 @@ def test_copies_and_pickles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
 def test_lora(name: str) -> None:
-    """peft's adapters, put on before and after: their gradients, and what they are merged to."""
+    """Adapters of peft work whether they are added before or after conversion: gradients and merged weights match."""
     peft = pytest.importorskip("peft")
     stock = make(name)
     names = ["qkv_proj", "gate_up_proj"] if name == "phi3" else ["q_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,4 +1,4 @@
-"""nn.convert in every mode that its caller may be in: it changes and learns what it does outside of them."""
+"""nn.convert gives the same result in every mode of PyTorch that its caller may have enabled."""
 
 import contextlib
 import importlib.util
@@ -43,14 +43,14 @@ def deterministic() -> Iterator[None]:
 
 
 class Functions(TorchFunctionMode):
-    """Fails at the first function of PyTorch that is called in it."""
+    """A mode that fails at the first function of PyTorch that is called in it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} is called in the mode")
 
 
 class Operators(TorchDispatchMode):
-    """Fails at the first operator that is called in it."""
+    """A mode that fails at the first operator that is called in it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} is called in the mode")
@@ -72,7 +72,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def state(name: str) -> dict[str, Any]:
-    """The modes that are on now. In the mode "functions" the default device cannot be asked for."""
+    """Returns the modes that are enabled. The mode "functions" does not allow to ask for the default device."""
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -86,7 +86,7 @@ def state(name: str) -> dict[str, Any]:
 
 
 def fresh_modules() -> Any:
-    """tests/convert_modules.py executed anew: classes and functions about which convert knows nothing yet."""
+    """Executes tests/convert_modules.py anew, which makes classes and functions that convert has not seen yet."""
     spec = importlib.util.spec_from_file_location("fresh_convert_modules", convert_modules.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -94,7 +94,7 @@ def fresh_modules() -> Any:
 
 
 def model_of(source: types.ModuleType) -> torch.nn.Module:
-    """Every kind of module that convert runs on probes, with what it changes and what it leaves."""
+    """Makes a model of every kind of module that convert probes, both convertible ones and others."""
     norms = [CohereLayerNorm, GemmaRMSNorm, LlamaRMSNorm]
     parts = [source.Attention(), source.DetachedAttention(), source.MLP(), source.Block(), source.Functional()]
     model = torch.nn.Sequential(*(norm(64) for norm in norms), NewGELUActivation(), *parts)
@@ -103,7 +103,7 @@ def model_of(source: types.ModuleType) -> torch.nn.Module:
 
 
 def rules(model: torch.nn.Module) -> list[Any]:
-    """What the generated classes say about what their modules compute."""
+    """Returns what the generated classes know about the computation of their modules."""
     kinds = [type(module) for module in model.modules()]
     found = [getattr(kind, name, None) for kind in kinds for name in ("formula", "sites")]
     return found + [rotary for kind in kinds for *_, rotary in getattr(kind, "rotaries", ())]
@@ -111,8 +111,8 @@ def rules(model: torch.nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("name", MODES)
 def test_modes_decide_nothing(name: str) -> None:
-    """The result is that of a plain convert, and the next plain convert learns nothing else. No probe runs in the mode,
-    which is on again afterwards."""
+    """convert in a mode gives the result of a plain convert, and leaves nothing behind that changes a later plain
+    convert. Its probes run outside of the mode, which is enabled again afterwards."""
     plain = model_of(fresh_modules())
     expected = convert(plain)
     assert len(expected.changed) == 15 and list(expected.left) == ["5"]
@@ -127,7 +127,7 @@ def test_modes_decide_nothing(name: str) -> None:
 
 
 class StateNorm(LlamaRMSNorm):
-    """Notes in which modes it is run."""
+    """Records the modes in which its forward runs."""
 
     seen: ClassVar[list[Any]] = []
 
@@ -158,7 +158,7 @@ def test_modes_decide_nothing_about_the_linear_loss(name: str) -> None:
 
 
 def test_a_model_of_fake_tensors_is_changed() -> None:
-    """As one on meta: the ops have fakes."""
+    """convert changes a model of FakeTensors like one on meta, because the ops have fakes."""
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.LayerNorm(64), LlamaRMSNorm(64))
         assert convert(model) == ({"0": "layer_norm", "1": "rms_norm"}, {})
@@ -166,7 +166,7 @@ def test_a_model_of_fake_tensors_is_changed() -> None:
 
 
 def test_pickles_are_loaded_in_any_mode() -> None:
-    """Loading makes the generated class again, and may be the first to ask what a rotary function computes."""
+    """A pickle of a converted module loads in any mode, even if loading is the first to probe its rotary function."""
     made = fresh_modules().Attention
     sites = frozenset({forwards.Site("rotary", "apply_rotary_pos_emb")})
     with torch.inference_mode(), FakeTensorMode():
@@ -175,7 +175,7 @@ def test_pickles_are_loaded_in_any_mode() -> None:
 
 
 def test_no_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that raises once is asked again by the next convert."""
+    """convert does not cache an exception: the next convert probes the function again."""
     source = fresh_modules()
     right = source.torch.cat
 

@@ -1,4 +1,4 @@
-"""nn.convert of activations and of modules whose forward it rewrites: every form, and every way to revert."""
+"""Tests nn.convert of activations and of modules whose forward is rewritten: every form, and every way to revert."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def results(module: torch.nn.Module, *inputs: Any) -> list[Tensor]:
-    """The result of a call, and the gradients of the first input and the parameters."""
+    """Returns the result of a call, and the gradients of the first input and the parameters."""
     x = inputs[0].detach().clone().requires_grad_()
     torch.manual_seed(5)
     y = module(x, *inputs[1:])
@@ -60,8 +60,8 @@ def results(module: torch.nn.Module, *inputs: Any) -> list[Tensor]:
 
 
 def check_same(got: list[Tensor], want: list[Tensor]) -> None:
-    """Sums of 16 products in another order, four of them one after another: 64 roundings, half an eps each, of the
-    largest element."""
+    """Checks for equality up to rounding. Four sums of 16 products follow each other in another order: 64 roundings,
+    half an eps each, of the largest element."""
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -73,7 +73,7 @@ def check_same(got: list[Tensor], want: list[Tensor]) -> None:
 ACTIVATIONS: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "torch silu": (torch.nn.SiLU, "silu"),
     "torch gelu": (torch.nn.GELU, "gelu"),
-    "torch gelu tanh": (lambda: torch.nn.GELU("tanh"), "gelu"),  # like its class, which reads approximate
+    "torch gelu tanh": (lambda: torch.nn.GELU("tanh"), "gelu"),  # GELU's forward reads self.approximate
     "silu": (activations.SiLUActivation, "silu"),
     "gelu": (activations.GELUActivation, "gelu"),
     "gelu_python": (lambda: activations.GELUActivation(use_gelu_python=True), "gelu"),
@@ -107,7 +107,8 @@ def test_activations(name: str, calls: list[str], device: str) -> None:
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_dtypes_of_activations(name: str, fake_device: str, enabled: bool) -> None:
-    """On FakeTensors, which need no GPU. CUDA's autocast computes powers in float32, so gelu_new returns float32."""
+    """A converted activation returns the original's dtype. FakeTensors replace a GPU. Under CUDA's autocast gelu_new
+    returns float32, because autocast computes powers in float32."""
     stock = ACTIVATIONS[name][0]()
     module = copy.deepcopy(stock)
     convert(module)
@@ -129,7 +130,7 @@ class DetachedGELU(torch.nn.GELU):
 
 
 class CutGELU(torch.nn.GELU):
-    """Its result requires grad, but not through the input."""
+    """Returns a result that requires grad, but has no gradient for the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.detach().requires_grad_())
@@ -202,7 +203,8 @@ def test_gated_products(name: str, calls: list[str], device: str) -> None:
     assert not left and (function is not None) == rewritten and (function or "swiglu").startswith(("swiglu", "geglu"))
     x = torch.randn(3, WIDTH, device=device)
     check_same(results(module, x), results(stock, x))
-    assert list(dict.fromkeys(each for each in calls if each != "dropout")) == GATED[name]  # twice: backward again
+    # Backward computes the product again, so that each name counts once.
+    assert list(dict.fromkeys(each for each in calls if each != "dropout")) == GATED[name]
     assert inspect.signature(module.forward) == inspect.signature(stock.forward)
     assert module.forward.__doc__ == stock.forward.__doc__
 
@@ -212,7 +214,7 @@ def test_activations_stay_before_what_may_change_their_input(calls: list[str]) -
     module = copy.deepcopy(stock)
     assert convert(module).changed.keys() == {"act", "drop"}
     x = torch.randn(3, WIDTH)
-    with torch.no_grad():  # autograd refuses such a change
+    with torch.no_grad():  # autograd refuses this change
         torch.testing.assert_close(module(x), stock(x))
     assert calls == ["silu"]
 
@@ -246,7 +248,7 @@ def test_what_is_put_on_an_activation_counts(way: str, calls: list[str]) -> None
 
 
 def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
-    """Linear layers and the activation are called as modules."""
+    """A replaced child of a converted MLP is used: linear layers and the activation are called as modules."""
     stock = convert_modules.MLP()
     module = copy.deepcopy(stock)
     convert(module)
@@ -263,7 +265,7 @@ def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
 
 
 class Rectified(convert_modules.MLP):
-    """Its activations are a module of an unknown class, and torch.nn.functional's function."""
+    """Has two activations: a module of an unknown class, and a function of torch.nn.functional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +276,7 @@ class Rectified(convert_modules.MLP):
 
 
 def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """relu, with a gated op and its backward that only this test has."""
+    """A new activation needs only a row of KNOWN. The test adds relu with a gated op that exists only here."""
     ops, called = extension_cpp.ops, []
     monkeypatch.setitem(KNOWN, "relu", Known("relu", "reglu", nn.ReLU, {}))
 
@@ -292,11 +294,11 @@ def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert convert(module) == ({"": "reglu", "act": "relu", "drop": "dropout"}, {})
     x = torch.randn(3, WIDTH)
     check_same(results(module, x), results(stock, x))
-    assert called == ["reglu"] * 3  # a product and, once more in backward, the one that a linear layer takes
+    assert called == ["reglu"] * 3  # two products, and one that backward computes again for the linear layer
 
 
 def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
-    """The addresses of the tensors that are saved for backward."""
+    """Returns the addresses of the tensors that are saved for backward."""
     addresses = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda each: addresses.add(each.data_ptr()) or each.detach(), id):
         y = module(x)
@@ -306,7 +308,7 @@ def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
 
 @pytest.fixture
 def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the activations whose products backward computes again."""
+    """Records the activation of each gated product that backward will recompute."""
     found: list[str] = []
     apply = gated.GatedLinear.apply
     monkeypatch.setattr(gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
@@ -316,7 +318,7 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("act", ["silu", "gelu", TANH])
 def test_gated_product_is_made_again(act: str, dtype: torch.dtype, device: str, made_again: list[str]) -> None:
-    """Backward has the same bits as with the product kept, and one tensor less is kept."""
+    """A backward that recomputes the gated product gives the bits of one that saves it, and saves one tensor less."""
     module = convert_modules.MLP().to(device, dtype)
     module.act = torch.nn.SiLU() if act == "silu" else torch.nn.GELU("tanh" if act == TANH else "none")
     module.down = torch.nn.Linear(WIDTH, WIDTH, bias=act == "silu", device=device, dtype=dtype)
@@ -359,7 +361,7 @@ def test_product_made_again_under_checkpoint(device: str, made_again: list[str])
         got = [y.detach(), leaf.grad, *(each.grad for each in module.parameters())]
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
         module.zero_grad()
-    assert len(made_again) == 1 + 2 + 1  # a reentrant one runs without gradients at first
+    assert len(made_again) == 1 + 2 + 1  # a reentrant checkpoint runs first without gradients
 
 
 def _patch(name: str) -> Callable[[Any, pytest.MonkeyPatch], Any]:
@@ -393,7 +395,7 @@ def test_where_a_linear_layer_keeps_its_product(
 
 
 def test_where_nothing_is_made_again(made_again: list[str]) -> None:
-    """Without gradients, under autocast, in a graph, and in a transform of torch.func."""
+    """Products are not recomputed without gradients, under autocast, in captured graphs and in torch.func."""
     stock = convert_modules.MLP()
     module = copy.deepcopy(stock)
     convert(module)
@@ -403,7 +405,7 @@ def test_where_nothing_is_made_again(made_again: list[str]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x).dtype is torch.bfloat16
         gated = copy.deepcopy(module)
-        gated.gate, gated.up = torch.nn.Identity(), torch.nn.Identity()  # they return float32
+        gated.gate, gated.up = torch.nn.Identity(), torch.nn.Identity()  # returns float32
         gated(x).float().sum().backward()
     check_same(results(torch.compile(module, backend="aot_eager"), x), results(stock, x))
     torch.export.export(module, (x,))
@@ -434,7 +436,7 @@ BLOCKS = {
 
 
 class Dropouts(torch.nn.Module):
-    """A block with the masks of extension_cpp.dropout."""
+    """A block whose dropout has the masks of extension_cpp.dropout."""
 
     def __init__(self, block: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -484,7 +486,8 @@ class SumAndNorm(torch.nn.Module):
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_dtypes_of_sums_and_norms(kind: Any, fake_device: str, enabled: bool) -> None:
-    """On FakeTensors, which need no GPU. Under CUDA's autocast a norm is float32, and the sum before it is not."""
+    """The fused sum and norm return the original's dtypes. FakeTensors replace a GPU. Under CUDA's autocast the norm is
+    float32, but the sum before it is not."""
     stock = SumAndNorm(kind(WIDTH, elementwise_affine=False))
     module = copy.deepcopy(stock)
     assert "" in convert(module).changed
@@ -544,7 +547,7 @@ def test_what_stands_in_for_a_dropout_gets_its_keywords(calls: list[str]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", ["Block", "PostNorm", "MLP"])
 def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Linear layers return half there, and a residual stream keeps its dtype."""
+    """Under autocast a converted block returns the original's dtype, with half results of linear layers."""
     stock = getattr(convert_modules, name)().to(dtype)
     module = copy.deepcopy(stock)
     convert(module)
@@ -556,7 +559,8 @@ def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
 
 
 def test_dtypes_that_differ() -> None:
-    """Llama's norm returns its weight's dtype, and CUDA's autocast computes gelu_new in float32. So do ours."""
+    """Converted modules return float32 where the originals do: Llama's norm returns its weight's dtype, and CUDA's
+    autocast computes gelu_new in float32."""
     stock = convert_modules.PostNorm().bfloat16()
     stock.norm2 = LlamaRMSNorm(WIDTH)
     module = copy.deepcopy(stock)
@@ -596,7 +600,7 @@ def modeling(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ROTARIES)
 def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
-    """Each is recognised, and the op gives the same results."""
+    """convert recognises the rotary function of each model, and the op gives the same results."""
     function = modeling(name).apply_rotary_pos_emb
     rotary = rotary_forms.recognise(function, {})
     assert isinstance(rotary, rotary_forms.Rotary)
@@ -615,7 +619,7 @@ def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
         calls.clear()
         got, want = rotary_forms.rotate(function, rotary, q, k, cos, sin), function(q, k, cos, sin)
         assert calls == ["rotary_embedding"]
-        for a, b in zip(got, want, strict=True):  # three roundings, and one: 2 eps of two terms of at most 16
+        for a, b in zip(got, want, strict=True):  # three roundings and one: 2 eps of two terms of at most 16
             assert a.dtype is b.dtype and (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * 16
 
 
@@ -647,7 +651,7 @@ def test_rotary_functions_that_are_left() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
-    """Four roundings of the largest x and the largest of cos and sin."""
+    """A rotary function may have an error of four roundings of the largest x times the largest cos or sin."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
@@ -681,7 +685,7 @@ def test_only_the_module_itself_calls_the_op(calls: list[str]) -> None:
 
 
 def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new forward calls the function that its Python module has now, also if it was replaced later."""
+    """For inputs that the op refuses, the new forward calls the function of its module, even one replaced later."""
     stock = convert_modules.Attention()
     module = copy.deepcopy(stock)
     convert(module)
@@ -695,7 +699,7 @@ def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: 
 
 @pytest.mark.parametrize("name, count", [("OneByOne", 2), ("ByAttribute", 1)])
 def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
-    """Each call has its own layout, also where one forward calls one function in two ways."""
+    """Each call of a rotary function has its own layout, also where a forward calls it in two ways."""
     stock = getattr(convert_modules, name)()
     module = copy.deepcopy(stock)
     assert convert(module) == ({"": "rotary_embedding"}, {})
@@ -713,7 +717,7 @@ def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
 
 
 def test_one_function_in_two_layouts(calls: list[str]) -> None:
-    """As many tokens as heads, so that only the options say which dimension is which."""
+    """The options say which dimension is which, where there are as many tokens as heads."""
     stock = convert_modules.OneByOne()
     module = copy.deepcopy(stock)
     convert(module)
@@ -734,7 +738,7 @@ OTHER_CALLS = {
 @pytest.mark.parametrize("name", OTHER_CALLS)
 def test_other_rotary_calls_are_named(name: str) -> None:
     model = torch.nn.Sequential(getattr(convert_modules, name)())
-    model[0](*attention_inputs())  # it runs as it is
+    model[0](*attention_inputs())  # runs unconverted
     assert convert(model) == ({}, {"0": f"{name}: {OTHER_CALLS[name]}"})
     assert convert(model, skip="rotary_embedding") == ({}, {})
 
@@ -755,11 +759,11 @@ def test_rotary_functions_of_one_tensor(name: str, is_one: bool) -> None:
             forwards.rotary_of(function, (), 3)
 
 
-# ---- what is left ----
+# ---- modules that are left ----
 
 
 def test_modules_that_are_left() -> None:
-    """There is no class, no matching source, or no way to put the new code into the old one's decorators."""
+    """Modules are left that have no class of their own, no matching source, or decorators of an unknown form."""
     for module, reason in (
         (convert_modules.OddlyDecorated(), "it could call swiglu, but its forward has a decorator of an unknown form"),
         (convert_modules.FinalMLP(), "it could call swiglu, but its class cannot be subclassed (FinalMLP is final)"),
@@ -788,7 +792,7 @@ def no_sites() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_sites")
 def test_source_that_is_not_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was edited after its import does not match the code."""
+    """convert leaves a module whose file was edited after its import, so that source and code differ."""
     lines = inspect.getsource(convert_modules.Packed.forward).replace("chunks[1]", "chunks[0]").splitlines(True)
     monkeypatch.setattr(inspect, "getsourcelines", lambda code: (lines, code.co_firstlineno))
     module = convert_modules.Packed()
@@ -809,7 +813,7 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python compiles a call of an attribute of an import in another way."""
+    """convert finds imports in `except ImportError`, for which Python compiles an attribute's call differently."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)
@@ -843,7 +847,7 @@ def test_a_class_on_top_survives_copies_and_revert() -> None:
 
 
 def test_errors_point_to_the_source() -> None:
-    """A traceback has the lines of the original file."""
+    """A traceback through converted code has the lines of the original file."""
     module = convert_modules.MLP()
     convert(module)
     with pytest.raises(RuntimeError) as raised:

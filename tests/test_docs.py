@@ -49,7 +49,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str, str]]:
-    """The line number, language and code of every block."""
+    """Yields the line number, language and code of every block of a document."""
     text = document.read_text()
     for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if not languages or match[1].strip() in languages:
@@ -61,12 +61,12 @@ def prose(document: Path) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub generates for the headings."""
+    """Returns the anchors that GitHub generates for the headings of a document."""
     titles = re.findall(r"^#+ +(.+?) *$", prose(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-# Contents
+# Tests of the contents
 
 
 @pytest.mark.parametrize("name", plot.PUBLISHED)
@@ -80,8 +80,8 @@ def test_pictures_are_those_of_the_results(name: str) -> None:
 
 
 def test_results_can_be_measured_again() -> None:
-    """README.md lists each file with the command that writes it, a page or the site has its table, and the files are
-    small."""
+    """benchmarks/results/README.md lists each file with the command that writes it, the documents show each file, and
+    all files together are small."""
     folder = ROOT / "benchmarks" / "results"
     files = [path for path in folder.iterdir() if path.name != "README.md"]
     text = (folder / "README.md").read_text()
@@ -93,13 +93,13 @@ def test_results_can_be_measured_again() -> None:
 
 
 def test_operators_are_documented_as_they_are() -> None:
-    """And so are all tables of figures."""
+    """docs/ops.md and all tables of figures are as `make docs` writes them."""
     stale = [path.name for path, text in document_ops.documents().items() if path.read_text() != text]
     assert not stale, f"make docs writes {', '.join(stale)} anew"
 
 
 def test_every_function_is_documented() -> None:
-    """docs/ops.md has a row and a section for it. README.md names families, and links to a section for each."""
+    """docs/ops.md has a row and a section for every function. README.md links to a section for each family."""
     page = document_ops.PAGE.read_text()
     for name in set(extension_cpp.__all__) - {"nn", "reference"}:
         assert f"| [`{name}(" in page and f"\n## {name}\n" in page
@@ -116,7 +116,7 @@ def test_decisions_fit_on_a_page(record: Path) -> None:
 
 @each_document
 def test_documents_are_short(document: Path) -> None:
-    """At most 200 lines by hand. docs/ops.md and the tables between markers are generated."""
+    """A document has at most 200 handwritten lines. docs/ops.md and the tables between markers are generated."""
     if document.name != "ops.md":
         table = r"<!-- (.*): written by `make docs` -->\n.*?<!-- end of \1 -->\n"
         by_hand = re.sub(table, "", document.read_text(), flags=re.DOTALL)
@@ -124,7 +124,7 @@ def test_documents_are_short(document: Path) -> None:
 
 
 def test_compatibility_rows_name_their_tests() -> None:
-    """Every row names at least one test, and the test exists."""
+    """Every row of docs/compatibility.md names at least one test, and the test exists."""
     rows = [line for line in (ROOT / "docs" / "compatibility.md").read_text().splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith("| with ")]
     assert len(rows) > 25
@@ -149,8 +149,8 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
 def test_workflows(workflow: Path) -> None:
-    """Workflows run commands of the repository, have read permission only, and pin actions to a commit, which nobody
-    can move, and what they install to a version."""
+    """Workflows run commands of the repository, have read permission only, and pin actions to a commit and packages to
+    a version. Nobody can move a commit."""
     content = yaml.safe_load(workflow.read_text())
     targets = "|".join(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     allowed = rf"\.ci/run|make ({targets})( ARGS=\S+)?|rm -r extension_cpp|"
@@ -163,7 +163,7 @@ def test_workflows(workflow: Path) -> None:
 
 
 def test_a_commit_with_a_long_subject_is_refused(tmp_path: Path) -> None:
-    """The hook that `pre-commit install` installs refuses it."""
+    """The git hook of `pre-commit install` refuses a commit whose subject is too long."""
     pytest.importorskip("pre_commit", reason="pre-commit, of requirements.txt, is not installed")
     shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
     names = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -180,7 +180,7 @@ def test_a_commit_with_a_long_subject_is_refused(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stdout + told.stderr
 
 
-# Links
+# Tests of links
 
 
 @each_document
@@ -197,7 +197,7 @@ def test_links(document: Path) -> None:
 
 
 def names(document: Path) -> Iterator[str]:
-    """Everything in `backticks`, and the lines of shell blocks."""
+    """Yields everything in `backticks`, and the lines of shell blocks."""
     yield from re.findall(r"`([^`\n]+)`", prose(document))
     for _, _, code in blocks(document, "sh", "bash"):
         yield from (line.partition(" #")[0].strip() for line in code.replace("\\\n", " ").splitlines())
@@ -217,7 +217,7 @@ def test_files_and_commands_exist(document: Path) -> None:
             assert command in commands, f"`{text}`: python -m extension_cpp has no command {command}"
 
 
-# Code
+# Tests of code
 
 
 @each_document
@@ -231,11 +231,10 @@ def test_blocks_say_what_they_are(document: Path) -> None:
 
 
 def in_a_fresh_shell(document: Path, folder: Path) -> str:
-    """Runs the shell lines of a document and its first Python block in a fresh copy of the checkout, and returns what
-    they print.
+    """Runs a document's shell lines and first Python block in a fresh copy of the checkout, and returns their output.
 
-    pip and the compilation are replaced by stubs, because their results are already there. Of `make run` and
-    `make test`, which take minutes, make only reads what it would do.
+    pip and the compilation are replaced by stubs, because their results are already there. `make run` and `make test`,
+    which take minutes, are dry runs.
     """
     checkout = folder / "a checkout"
     left_out = ".git", ".venv", ".matrix", ".*_cache", ".hypothesis", "build", "dist", "out", "site", "__pycache__"
@@ -252,7 +251,7 @@ def in_a_fresh_shell(document: Path, folder: Path) -> str:
     chosen = [block for block in blocks(document, "sh", "python") if block[1] == "sh" or block == python]
     commands = [f"python - <<'END'\n{code}END\n" if language == "python" else code for _, language, code in chosen]
     lines = re.sub(r"(?m)^make (?=run|test)", "make --dry-run ", "".join(commands))
-    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # begins with a python3 that is new enough
+    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # its first python3 is new enough
     shell = ["env", "-i", f"PATH={path}", f"HOME={folder}", "OMP_NUM_THREADS=1", "bash", "--norc", "-euc"]
     done = subprocess.run([*shell, lines], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -263,7 +262,7 @@ def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
     told = in_a_fresh_shell(ROOT / "docs" / "QUICKSTART.md", tmp_path)
     assert "pip install --disable-pip-version-check -r requirements.txt\n" in told
     assert "Do they fit?" in told and "x.grad   (1024, 2048)" in told
-    assert f"library        {tmp_path / 'a checkout' / 'extension_cpp'}" in told  # the library of the checkout
+    assert f"library        {tmp_path / 'a checkout' / 'extension_cpp'}" in told  # the checkout's own library is used
 
 
 def test_readme_copied_into_a_fresh_shell(tmp_path: Path) -> None:

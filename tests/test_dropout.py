@@ -1,4 +1,4 @@
-"""What only dropout promises: the bits and the statistics of the mask, how seeds are drawn, and the module."""
+"""Tests what only dropout promises: the bits and statistics of the mask, how seeds are drawn, and the module."""
 
 import math
 
@@ -17,8 +17,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def philox_bits(seed: int, first: int, count: int) -> numpy.ndarray:
-    """The words `first` to `first + count - 1` of Philox 4x32-7, by the paper's definition, in numpy. Each word is
-    followed by itself with exchanged halves."""
+    """Returns the words `first` to `first + count - 1` of Philox 4x32-7, by the paper's definition, in numpy. Each word
+    is followed by the same word with exchanged halves."""
     groups = numpy.arange(first // 8, (first + count + 7) // 8, dtype=numpy.uint64)
     low, half = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
     words = [groups & low, groups >> half, numpy.zeros_like(groups), numpy.zeros_like(groups)]
@@ -43,8 +43,7 @@ def op(x: Tensor, p: float, seed: int) -> Tensor:
 
 
 def test_philox_known_answers() -> None:
-    """The Philox of this test and of reference.py give a vector that the authors publish. tests/c has all three
-    vectors."""
+    """The Philox of this test and of reference.py give one of the authors' test vectors. tests/c tests all three."""
     zeros = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     assert philox_bits(0, 0, 8)[::2].tolist() == zeros
     assert philox_bits(0, 0, 8)[1::2].tolist() == [0xB7095F6F, 0x3F640D89, 0x1F814F12, 0x0A484F73]
@@ -70,9 +69,8 @@ def test_mask_is_philox_bit_for_bit(dtype: torch.dtype, seed: int, p: float, dev
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_statistics_of_the_mask(p: float, device: str) -> None:
-    """The mean, the variance and the correlation of elements k apart are those of independent bits, within 6 standard
-    errors. A right generator exceeds that once in 5e8 times. The seeds are fixed, so the test passes always or
-    never."""
+    """The mask has the mean, variance and autocorrelation of independent bits, within 6 standard errors. A right
+    generator exceeds them once in 5e8 times. Seeds are fixed, so that the test passes always or never."""
     n = 1 << 22
     for seed in range(3):
         y = op(torch.ones(n, device=device, dtype=torch.float64), p, seed)
@@ -80,8 +78,7 @@ def test_statistics_of_the_mask(p: float, device: str) -> None:
         deviation = math.sqrt(p / (1 - p))
         assert abs(y.mean().item() - 1) < 6 * deviation / math.sqrt(n)
         z = (y - 1) / deviation  # mean 0, variance 1
-        # The variance of z^2 is the fourth moment minus 1. At p = 0.5 z is 1 or -1, and the variance is 0 up to
-        # rounding.
+        # The variance of z^2 is the fourth moment minus 1. At p = 0.5, z is 1 or -1, and it is 0 up to rounding.
         fourth = (p**3 + (1 - p) ** 3) / (p * (1 - p))
         assert abs(z.square().mean().item() - 1) <= 6 * math.sqrt((fourth - 1) / n) + 1e-12
         for k in (1, 2, 3, 4, 5, 8, 32, 128, 1024, 4096):
@@ -103,8 +100,8 @@ def test_cpu_and_cuda_give_the_same_bits(dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_same_mask_for_every_layout_and_number_of_threads(dtype: torch.dtype, device: str) -> None:
-    """The mask depends on the element's logical index, not on its place in memory: slices, offsets and transposes have
-    the same mask."""
+    """The mask depends on an element's logical index and not on its memory address, so that slices, offsets and
+    transposes have the same mask."""
     values = torch.randn(37, 6, 65, device=device).to(dtype)
     expected = op(values, 0.4, 5)
     threads = torch.get_num_threads()
@@ -122,8 +119,7 @@ def test_same_mask_for_every_layout_and_number_of_threads(dtype: torch.dtype, de
 
 
 def test_ends(device: str) -> None:
-    """p = 0 and evaluation return x itself. p = 1 gives zeros and zero gradients, even for NaN and infinity. None of
-    them draws a seed."""
+    """p = 0 and evaluation return x itself. p = 1 gives zeros and zero gradients, even for NaN. No seed is drawn."""
     x = torch.tensor([1.0, -2.0, float("nan"), float("inf")], device=device, requires_grad=True)
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     assert extension_cpp.dropout(x, 0.0) is x
@@ -164,7 +160,7 @@ def test_one_draw_serves_forward_and_backward(device: str) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         extension_cpp.dropout(x, 0.3)
-    assert [t.numel() for t in saved] == [1]  # the seed, not a mask
+    assert [t.numel() for t in saved] == [1]  # one number, the seed, and no mask
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -201,8 +197,8 @@ def test_compiled_masks_are_eagers_with_fallback_random(device: str) -> None:
 
 
 def test_compiled_masks_without_fallback_random(device: str) -> None:
-    """Compiled code draws other bits than eager, but with the same probability, new ones at every call, and the same
-    ones for forward and backward."""
+    """Compiled code draws other bits than eager mode, but with the same probability. Each call has a new mask, and
+    forward and backward of a call share it."""
     torch._dynamo.reset()
     x = torch.ones(100_000, device=device, requires_grad=True)
     compiled = torch.compile(lambda x: extension_cpp.dropout(x, 0.4), fullgraph=True)
@@ -210,7 +206,7 @@ def test_compiled_masks_without_fallback_random(device: str) -> None:
     assert not torch.equal(a, b)
     (grad,) = torch.autograd.grad(a, x, torch.ones_like(a))
     assert torch.equal(grad != 0, a != 0)
-    # The count of 1e5 bits with probability 0.6 is within 6 standard deviations.
+    # The count of 1e5 bits with probability 0.6 is within 6 standard deviations of its mean.
     assert abs((a != 0).sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
 
 
@@ -242,7 +238,7 @@ def test_module_is_torchs(device: str) -> None:
 
 
 def test_module_in_place(device: str) -> None:
-    """The input's memory holds the result, and gradients reach the leaf."""
+    """The in-place module writes the result into the memory of its input, and gradients reach the leaf."""
     leaf = torch.randn(1000, device=device, requires_grad=True)
     x = leaf * 1
     y = Dropout(0.3, inplace=True)(x)
@@ -262,8 +258,7 @@ def test_more_than_two_to_the_31_elements(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
-    """An element is dropped if its 32 random bits are below p * 2^32. With p = bits / 2^32 it is kept; with p = (bits +
-    1) / 2^32 it is dropped."""
+    """An element is dropped if its 32 random bits are below p * 2^32, and kept if the bits equal p * 2^32."""
     seed = seed_of(device)
     x = torch.ones(4099, dtype=dtype, device=device)
     bits = extension_cpp.reference.philox(seed, x.numel()).tolist()
@@ -276,7 +271,7 @@ def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_no_tensor_to_draw_a_seed_for(name: str) -> None:
-    """The functions need x's device for the seed, so they check x themselves."""
+    """The functions refuse an x that is no tensor, before they draw a seed on x's device."""
     function, more = getattr(extension_cpp, name), {} if name == "dropout" else {"normalized_shape": (6,)}
     x = {"residual": torch.ones(4, 6)} if name.startswith("add") else {}
     for other, got in ((None, "None"), ([1.0], "list")):

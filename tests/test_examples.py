@@ -1,4 +1,4 @@
-"""Runs every example, at least on the CPU, and checks that its output has the results that it promises."""
+"""Runs every example, at least on the CPU, and checks that its output has the promised results."""
 
 import json
 import os
@@ -40,13 +40,13 @@ def small_recurrent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sizes = {"width": 32, "layers": 2, "context": 48, "batch": 4, "learning_rate": 1e-2}
     monkeypatch.setitem(recurrent_text.SIZES, "cpu", sizes)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is too small for more
+    torch.set_num_threads(1)  # the model is too small for more threads
     yield
     torch.set_num_threads(threads)
 
 
 def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The three recurrences differ by the rounding of float32: by at most 1e-5 nats a byte in the first 12 steps."""
+    """The losses of the three recurrences differ by float32 rounding only, by 1e-5 nats a byte in 12 steps."""
     assert recurrent(tmp_path, "--recurrence", "ours", "loop", "torch", "--steps", 12) == 0
     assert len(re.findall(r"^(ours|loop|torch) +loss .* [\d.]+ ms a step", capsys.readouterr().out, re.MULTILINE)) == 3
     header, *rows = (tmp_path / "curves.csv").read_text().splitlines()
@@ -61,7 +61,7 @@ def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_states_of_recurrent_text_begin_with_memories_of_many_lengths() -> None:
-    """The first state keeps half of its content for a step, and the last one 64 of 65 parts."""
+    """The first state keeps half of its content at each step, and the last state keeps 64 parts of 65."""
     bias, _ = recurrent_text.Mixer("ours", 8).gru.projection.bias.chunk(2)
     kept = 1 - torch.sigmoid(bias)
     assert [kept[0].item(), kept[-1].item()] == pytest.approx([1 / 2, 64 / 65]) and kept.diff().min() > 0
@@ -73,7 +73,7 @@ def test_recurrent_text_gradients(name: str, device: str) -> None:
     a.requires_grad_()
     b.requires_grad_()
     expected = extension_cpp.linear_recurrence(a, b)
-    with torch.compiler.set_stance("force_eager" if device == "cpu" else "default"):  # compiling takes its time
+    with torch.compiler.set_stance("force_eager" if device == "cpu" else "default"):  # compiling takes long
         h = recurrent_text.RECURRENCES[name](a, b)
         gradients = torch.autograd.grad(h, (a, b), grad)
     torch.testing.assert_close(h, expected)
@@ -95,7 +95,7 @@ def test_recurrent_text_without_the_scan_of_torch(
     assert not any(tmp_path.iterdir())
 
 
-# The comparison without the seconds that our files take to compile.
+# Runs the comparison without compiling our files, whose compile time is not tested.
 WITHOUT_OURS = """
 from examples.accessor import compare
 compare.build_ours = lambda device: (1.0, 2)
@@ -105,9 +105,8 @@ compare.main()
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """The folder with what the comparison built and wrote; the ATen sources are compiled once for all tests. The quick
-    tier does not compile our files again: that is what the build of the library did. With DEBUG=1 the slow tier
-    compiles them for one instruction set, as nobody looks at the seconds."""
+    """Runs the comparison and returns its output folder, so that ATen sources are compiled once for all tests. Our
+    files are compiled again only in the slow tier, with DEBUG=1 for a single instruction set."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
     program = ["-m", "examples.accessor.compare"] if pytestconfig.getoption("--slow") else ["-c", WITHOUT_OURS]
@@ -122,7 +121,7 @@ def test_accessor_comparison(compared: Path) -> None:
     assert all(set(row) == {"ours", "accessor", "eager", "copy"} and min(row.values()) > 0 for row in rows.values())
 
 
-# Lines of the accessor template that its example replaces: the arithmetic, and what says that x must be contiguous.
+# Lines of the accessor template that the example replaces: the arithmetic, and the checks that x is contiguous.
 REPLACED = (
     r"return x \* x|The square of|x: shape |RuntimeError: |the arithmetic: "
     r"|f\(float|derivative\(float|at::Tensor forward\("
@@ -132,7 +131,7 @@ FILES = ("ops_template.py", "kernel_template.cpp", "kernel_template_cuda.cu")
 
 @pytest.mark.parametrize("name", FILES)
 def test_accessor_example_follows_its_template(name: str) -> None:
-    """Each other line of the template is in the example, in the same order."""
+    """The example has every other line of the accessor template, in the same order."""
 
     def lines(path: Path) -> list[str]:
         return re.sub("kernel_template|ops_template", "accessor_mish", path.read_text()).splitlines()
@@ -160,15 +159,15 @@ def test_accessor_benchmark(compared: Path) -> None:
     assert re.search(r" ms a call$", run("examples/accessor/benchmark.py", TORCH_EXTENSIONS_DIR=compared), re.MULTILINE)
 
 
-# What the quick tier runs of the notebook in a shorter form: graphs without Inductor, which compiles every op in
-# tests/battery/test_graphs.py, and timings that nobody looks at.
+# Replacements that make the notebook faster in the quick tier. Graphs are captured without Inductor, which compiles
+# every op in tests/battery/test_graphs.py, and timings are short because the test does not read them.
 SHORTER = {"compile(network, fullgraph=True": 'compile(network, backend="aot_eager", fullgraph=True'}
 SHORTER |= {"min_run_time=0.5": "min_run_time=0.05"}
 
 
 def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    """The notebook from start to end, as Jupyter runs it; its cells check what they compute. DEBUG=1: its op is
-    compiled without optimisation, in less time, as the cells look at values alone."""
+    """The notebook runs from start to end, as in Jupyter, and its cells check their results. DEBUG=1 compiles its op
+    faster, without optimisation."""
     pytest.importorskip("ipykernel", reason="ipykernel, of requirements.txt, is not installed")
     nbclient = pytest.importorskip("nbclient", reason="nbclient, of requirements.txt, is not installed")
     import nbformat

@@ -1,4 +1,4 @@
-"""Freed storage (tests/battery/test_freed.py) in operators that no sample of the battery calls."""
+"""Operators that no sample of the battery calls refuse freed storage, like those in tests/battery/test_freed.py."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""What only the fused norms promise: they equal the composition of their parts, with dropout's mask. Each result alone
-has right gradients. Also p = 0 and 1, random numbers and the modules."""
+"""Tests what only the fused norms promise. They equal the composition of dropout, addition and norm, and the gradient
+through a single result is right. Also tests p = 0 and 1, random numbers and the modules."""
 
 import itertools
 import math
@@ -69,14 +69,14 @@ def inputs(cols: int, dtype: torch.dtype, device: str, rows: int = 37, weight_dt
 
 
 def used(name: str, leaves: list[Tensor]) -> list[Tensor]:
-    """Those of x, residual, weight and bias that the op takes."""
+    """Returns those of x, residual, weight and bias that the op takes."""
     x, residual, weight, bias = leaves
     return {"add_rms_norm": [x, residual, weight], "layer_norm_dropout": [x, weight, bias]}.get(name, leaves)
 
 
 def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
-    """s, and on the CPU also y, have the same bits. On CUDA a fused kernel may sum a row in another order: mean and
-    rstd then have log2(cols) roundings, and y one."""
+    """Checks that s and, on the CPU, y have the same bits. On CUDA a fused kernel may sum a row in another order, so
+    that y has log2(cols) roundings of mean and rstd, and one of its own."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if i > 0 or not a.is_cuda:
             assert torch.equal(a, b)
@@ -89,8 +89,8 @@ def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("cols", [1, 31, 64, 1023, 1024, 1026, 4100])
 def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> None:
-    """In float32 the op rounds dropout's result and the sum as the composition does, for every alignment of a row's
-    first element. Gradients may differ by the order of a few roundings."""
+    """In float32 the op rounds after dropout and after the sum as the composition does, for every alignment of rows.
+    Gradients may differ by the order of a few roundings."""
     leaves = inputs(cols, torch.float32, device)
     ours, theirs = fused(name, *leaves, p, 7), composed(name, *leaves, p, 7)
     assert_same(ours, theirs)
@@ -103,7 +103,7 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """On a GPU, large tensors use an L2 policy, and clusters process wide rows. Neither changes or skips a row."""
+    """A row has the same results alone and in a large tensor. A GPU has L2 policies and clusters."""
     parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels
     step = max(1, size // (cols * 4) // 8) * 8  # parts begin at multiples of 16 bytes
     rows = [torch.randn(parts * step, cols + gap, device=device)[:, :cols] for _ in range(4)]
@@ -125,7 +125,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: 
 @every_add
 @every_dtype
 def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, device: str) -> None:
-    """In every dtype s is rounded, and the norm is that of the rounded s."""
+    """Without dropout, the op equals its composition in every dtype: s is rounded, and the norm reads the rounded s."""
     leaves = inputs(1025, dtype, device)
     assert_same(fused(name, *leaves, 0.0, 0), composed(name, *leaves, 0.0, 0))
 
@@ -140,7 +140,7 @@ def test_half_inputs_against_float64(
     name: str, rows: int, cols: int, weights: torch.dtype | None, p: float, dtype: torch.dtype, device: str
 ) -> None:
     """Results and gradients of half inputs are near float64's. A gradient has its leaf's dtype, also for float32
-    weights. Many rows are for the GPU: the CPU sums 64 at a time."""
+    weights. Only a GPU needs many rows, because the CPU sums 64 rows at a time."""
     rows = min(rows, 210) if device == "cpu" else rows
     leaves = inputs(cols, dtype, device, rows, weights)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
@@ -150,7 +150,7 @@ def test_half_inputs_against_float64(
     want = torch.autograd.grad(exact, used(name, doubles), [g.double() for g in grads])
     eps = torch.finfo(dtype).eps
     for a, b in zip(ours, exact, strict=True):
-        # Half a unit for y, and half a unit for s, whose error the norm scales by at most about 1.
+        # Half a unit for y, and half a unit for s, whose error the norm multiplies by about 1 at most.
         assert a.dtype == dtype and (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
     for a, b, leaf in zip(got, want, used(name, leaves), strict=True):
         assert a.dtype == leaf.dtype
@@ -166,13 +166,13 @@ def test_half_inputs_against_float64(
 def test_forward_at_many_widths(
     dtype: torch.dtype, weights: torch.dtype | None, p: float, name: str, device: str
 ) -> None:
-    """On a GPU the kernel depends on the width. Smaller tensors would use other kernels."""
+    """Forward is right at each width at which a GPU uses another kernel. Smaller tensors would use other kernels."""
     for cols in NORM_WIDTHS:
         rows = (5 << 19) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         leaves = inputs(cols, dtype, device, rows, weights)
         exact = composed(name, *(t.detach().double() for t in leaves), p, 3)
         for a, b in zip(fused(name, *leaves, p, 3), exact, strict=True):
-            # As above, plus log2(cols) roundings of the sums of a row.
+            # As in the test above, plus log2(cols) roundings of the sums of a row.
             bound = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 
@@ -181,8 +181,8 @@ def test_forward_at_many_widths(
 @pytest.mark.parametrize("cols", [20480, 20483, 65544])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
-    """On a GPU a cluster processes several rows, the last cluster perhaps fewer. compute-sanitizer sees a write beyond
-    the last row."""
+    """A row does not depend on the rows after it. On a GPU a cluster processes several rows, the last cluster perhaps
+    fewer. compute-sanitizer detects a write beyond the last row."""
     x, residual, weight, bias = inputs(cols, dtype, device, 33)
     whole = fused(name, x, residual, weight, bias, 0.25, 3)
     for rows in (1, 2, 3, 5, 9, 17, 31):
@@ -194,7 +194,8 @@ def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: 
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, device: str) -> None:
-    """On a GPU the kernel depends on the width, above all for half types. Smaller tensors would use other kernels."""
+    """Gradients are right at each width at which a GPU uses another kernel, which for half types are many. Smaller
+    tensors would use other kernels."""
     drop = (lambda t: ops.dropout(t, p, seed_of(t.device, 3))) if p else (lambda t: t)
     eps = torch.finfo(dtype).eps
     for cols in NORM_WIDTHS:
@@ -204,7 +205,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, devic
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
         outputs = fused(name, *leaves, p, 3)
         got = torch.autograd.grad(outputs, used(name, leaves), grads[: len(outputs)])
-        # Exact gradients start from the rounded s.
+        # The exact gradients are computed from the rounded s, as in the op.
         doubles = [t.detach().double().requires_grad_() for t in (x if len(outputs) == 1 else outputs[1], weight, bias)]
         grad_y, grad_s = (g.double() for g in grads)
         grad_y = drop(grad_y) if name == "layer_norm_dropout" else grad_y
@@ -212,8 +213,8 @@ def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, devic
         of_s, *of_weights = torch.autograd.grad(exact, doubles[:2] if name == "add_rms_norm" else doubles, grad_y)
         of_rows = [of_s] if name == "layer_norm_dropout" else [drop(of_s + grad_s), of_s + grad_s]
         for a, b in zip(got, [*of_rows, *of_weights], strict=True):
-            # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The others are sums
-            # in trees of log2(cols) roundings.
+            # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The other gradients
+            # are sums in trees with log2(cols) roundings.
             sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
             assert ((a.double() - b).abs() <= eps * b.abs() + sums * b.abs().max()).all(), cols
 
@@ -233,7 +234,7 @@ def test_strided_rows_are_read_where_they_lie(name: str, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_each_result_alone(name: str, p: float, device: str) -> None:
-    """Gradients through y only, s only, and both. Through s alone no norm is needed, and without dropout no kernel."""
+    """Gradients through y alone, s alone and both are right. Through s alone no norm runs."""
     leaves = inputs(130, torch.float64, device)
     for keep in ([0], [1], [0, 1]):
         needed = used(name, leaves) if 0 in keep else leaves[:2]
@@ -251,7 +252,7 @@ def test_each_result_alone(name: str, p: float, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_y_alone_of_large_tensors(name: str, p: float, device: str) -> None:
-    """A missing gradient of the sum has the same effect as a gradient of zeros. On a GPU x is larger than the L2, so
+    """A missing gradient of the sum has the same effect as a gradient of zeros. On a GPU, x is larger than the L2, so
     that backward uses its L2 policy."""
     size = 2 * torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 20
     x, residual, grad_y = (torch.randn(size // 2048 + 8, 1024, device=device).bfloat16() for _ in range(3))
@@ -349,8 +350,7 @@ def test_backward_saves_one_tensor_of_the_rows_size_and_no_mask(name: str, devic
 @every_fused
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_makes_the_same_mask(name: str, use_reentrant: bool, device: str) -> None:
-    """Backward uses the mask of the forward that ran again, and the outputs are those of the first forward. Both masks
-    are the same."""
+    """Under checkpointing, the forward that runs again in backward draws the mask of the first forward."""
     leaves = inputs(64, torch.float32, device)
     outputs = checkpoint(lambda *leaves: public(name, list(leaves), 0.4), *leaves, use_reentrant=use_reentrant)
     torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
@@ -376,7 +376,7 @@ def test_nothing_is_drawn_without_dropout(name: str, device: str) -> None:
 
 @every_fused
 def test_everything_dropped_of_what_is_not_finite(name: str, device: str) -> None:
-    """With p = 1 a branch of NaN becomes zeros, as in dropout. layer_norm_dropout returns zeros."""
+    """With p = 1 a branch of NaN becomes zeros, as in dropout, and layer_norm_dropout returns zeros."""
     leaves = inputs(64, torch.float32, device)
     with torch.no_grad():
         leaves[0].fill_(float("nan"))
@@ -407,13 +407,14 @@ def test_compiled_equals_eager_with_fallback_random(name: str, device: str) -> N
 
 
 def kept(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...]) -> Tensor:
-    """The mask that a forward used."""
+    """Returns the mask that a forward used."""
     return outputs[1] != leaves[1] if name in ADD else outputs[0] != 0
 
 
 def assert_one_draw(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...], gradients: list[Tensor]) -> None:
-    """A backward of ones used forward's mask. In the add norms, x has a gradient where it was kept. In
-    layer_norm_dropout, the bias gradient is the number of kept elements times 1 / (1 - p), with p = 0.4."""
+    """Checks that a backward with grad_out of ones used forward's mask. In the add norms, x has a gradient where the
+    mask kept it. In layer_norm_dropout, the bias gradient is the number of kept elements times 1 / (1 - p), with p =
+    0.4."""
     mask = kept(name, leaves, outputs)
     if name in ADD:
         assert torch.equal(gradients[0] != 0, mask)
@@ -423,8 +424,8 @@ def assert_one_draw(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...]
 
 @every_fused
 def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
-    """Compiled code draws other bits than eager, but with the same probability, new ones at every call, and the same
-    ones for forward and backward."""
+    """Compiled code draws other bits than eager mode, but with the same probability. Each call has a new mask, and
+    forward and backward of a call share it."""
     torch._dynamo.reset()
     leaves = inputs(1000, torch.float32, device, rows=100)
     compiled = torch.compile(lambda leaves: public(name, leaves, 0.4), fullgraph=True)
@@ -432,7 +433,7 @@ def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
     masks = [kept(name, leaves, outputs) for outputs in runs]
     assert not torch.equal(*masks)
     for outputs, mask in zip(runs, masks, strict=True):
-        # The count of 1e5 bits with probability 0.6 is within 6 standard deviations.
+        # The count of 1e5 bits with probability 0.6 is within 6 standard deviations of its mean.
         assert abs(mask.sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
         gradients = torch.autograd.grad(outputs, used(name, leaves), [torch.ones_like(o) for o in outputs])
         assert_one_draw(name, leaves, outputs, list(gradients))
@@ -440,7 +441,7 @@ def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
 
 @every_fused
 def test_cuda_graph_replays_fresh_masks(name: str, device: str) -> None:
-    """A captured step draws a new mask at each replay, and its forward and backward use the same one."""
+    """A captured step draws a new mask at each replay, which its forward and backward share."""
     if device != "cuda":
         pytest.skip("CUDA graphs need a GPU")
     leaves = inputs(1000, torch.float32, device, rows=100)
@@ -500,14 +501,14 @@ def test_modules(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     torch.testing.assert_close(y, theirs(s))
     _, s = ours.train()(x, residual)
     dropped = (s == residual).float().mean().item()
-    # The share of dropped elements among x.numel() independent ones is within 6 standard errors.
+    # The share of dropped elements among x.numel() independent ones is within 6 standard errors of p.
     assert abs(dropped - ours.p) <= 6 * (ours.p * (1 - ours.p) / x.numel()) ** 0.5
 
 
 @pytest.mark.slow
 @every_add
 def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
-    """The last row has the mask of its 64-bit indices."""
+    """The last row of more than 2^31 elements has the mask of its 64-bit indices."""
     cols = 1 << 16
     x = torch.ones((1 << 15) + 1, cols, dtype=torch.bfloat16, device=device)
     residual = torch.zeros_like(x)
@@ -518,7 +519,7 @@ def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("half", ["x", "residual"])
 def test_autocast_adds_a_half_branch_to_a_float32_residual(name: str, half: str, device: str) -> None:
-    """The sum is in float32, as with ``residual + x``, in eager and compiled code."""
+    """Autocast computes the sum in float32, as for ``residual + x``, in eager and compiled code."""
     leaves = [
         t.detach().to(torch.bfloat16 if of == half else torch.float32).requires_grad_()
         for of, t in zip(("x", "residual"), inputs(33, torch.float32, device)[:2], strict=True)
@@ -542,7 +543,7 @@ def test_layer_norm_dropout_under_autocast_has_layer_norms_dtype(device: str) ->
 
 @pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm"])
 def test_modules_on_meta_ask_no_autocast(name: str) -> None:
-    """PyTorch has no autocast for meta tensors, and raises if its state is queried."""
+    """The modules work on meta tensors, for which PyTorch has no autocast and raises if its state is queried."""
     module = getattr(extension_cpp.nn, name)(8, device="meta")
     x = torch.empty(3, 8, device="meta")
     assert [output.shape for output in module(x, x)] == [x.shape, x.shape]

@@ -1,4 +1,4 @@
-"""swiglu and geglu on the halves of one packed tensor: no copies, and the same bits as for dense tensors."""
+"""swiglu and geglu of the halves of a packed tensor make no copies, and give the same bits as for dense tensors."""
 
 import functools
 import itertools
@@ -28,15 +28,15 @@ def result(f: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tensor, grad
 
 @functools.cache
 def drawn() -> Tensor:
-    """Random numbers for the largest case, which the others share."""
+    """Returns random numbers for the largest case. Smaller cases use a part of them."""
     return torch.randn(3 * 9000 * 70, dtype=torch.float64)
 
 
 @every_gate
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
-    """Widths that allow 16-byte vectors, narrower ones or none; several rows in a chunk, and rows of several chunks;
-    any alignment of the packed tensor; gradients with and without gaps."""
+    """Halves of a packed tensor give the bits of dense tensors. Widths allow 16-byte vectors, narrower vectors or none.
+    A chunk has several rows, or a row several chunks. The packed tensor has any alignment."""
     widths = (1, 2, 6, 8, 31, 32, 64, 65, 66, 128, 1023, 1024, 9000)
     for width, rows, offset in itertools.product(widths, ((5,), (2, 3), (70,)), (0, 1, 2)):
         count = width * torch.Size(rows).numel()
@@ -73,7 +73,7 @@ def test_third_derivative_is_refused(name: str, device: str) -> None:
 
 
 def test_modules(device: str) -> None:
-    """The modules take a packed input, with the gate first, and its gradient is packed, too."""
+    """The modules take a packed input, with the gate first, and return a packed gradient."""
     x = torch.randn(4, 66, device=device, requires_grad=True)
     gate, up = x[:, :33], x[:, 33:]
     pairs = [

@@ -1,4 +1,4 @@
-"""What only a GPU shows: errors that it can't raise, sizes past 32 bits, launches of several kernels, and clusters."""
+"""Tests a GPU alone: wrong targets that cannot raise, sizes beyond 32 bits, calls with several kernels, clusters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +32,8 @@ def needs_memory(gib: int) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
 def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong: int) -> None:
-    """The loss is NaN and so is the row's gradient. The other rows have the gradient of a mean over themselves. A
-    gradient that sums over the rows is NaN."""
+    """The loss and the gradient of the wrong row are NaN. Other rows have the gradient of a mean without the wrong row.
+    Weight gradients, which sum over the rows, are NaN."""
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(shape, generator=generator).cuda().requires_grad_() for shape in ((5, 3), (7, 3)))
     target, keep = torch.arange(5, device="cuda"), torch.arange(5, device="cuda") != 2
@@ -47,26 +47,26 @@ def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong:
     gradients = torch.autograd.grad(loss, leaves)
     assert loss.isnan() and gradients[0][2].isnan().all()
     assert all(gradient.isnan().all() for gradient in gradients[1:])
-    # Products of 3 and 7 terms near 1: 16 roundings.
+    # 16 roundings of sums of 3 and 7 products near 1.
     torch.testing.assert_close(gradients[0][keep].double(), exact, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
 
 
-# ---- sizes past 32 bits ----
+# ---- sizes beyond 32 bits ----
 
 
 def near(got: Tensor, exact: Tensor, size: Tensor) -> bool:
-    """Whether bfloat16 results are right: one rounding, and 2^-14 of the terms. An exponential of half types (2^-18)
-    and a tree of 2^17 terms in float32 (17 roundings of 2^-24) are far below that."""
+    """Returns whether bfloat16 results have an error of one rounding plus 2^-14 of the size of the terms. An
+    exponential of half types (2^-18) and a float32 tree of 2^17 terms (17 roundings of 2^-24) add less."""
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * size + 1e-38).all())
 
 
-@pytest.mark.slow  # with most of a GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
 @pytest.mark.parametrize("shape", [(1, 70_000, 32_768), (3, 30_000, 32_768)], ids=str)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
-    """Softmax along the middle dimension. In one tensor the last rows of a strip lie past 2^31 elements, in the other
-    the last strips as a whole. The first and the last 64 strips are compared with float64. Backward reads the
-    rounded result, and so does its reference."""
+    """Softmax along the middle dimension is right beyond 2^31 elements. In one tensor the last rows of a strip lie
+    there, and in the other whole strips. The first and last 64 strips are compared with float64. The reference's
+    backward reads the rounded result, as the op's does."""
     needs_memory(28)
     outer, _, inner = shape
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -88,9 +88,9 @@ def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
         assert near(grad[at, :, strips], factor * (of_g - total), factor * (of_g + total))
 
 
-@pytest.mark.slow  # with most of a GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
 def test_losses_of_strips_past_two_to_the_31() -> None:
-    """Classes in the middle dimension. The last targets' logits lie past 2^31 elements."""
+    """Losses with classes in the middle dimension are right for targets whose logits lie beyond 2^31 elements."""
     needs_memory(16)
     shape = (3, 30_000, 32_768)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -107,10 +107,10 @@ def test_losses_of_strips_past_two_to_the_31() -> None:
         assert near(grad[at, :, strips], part.softmax(0) - one_hot, part.softmax(0) + one_hot)
 
 
-@pytest.mark.slow  # with most of a GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
 def test_rotary_of_more_than_two_to_the_32_threads() -> None:
-    """Rows of 6 columns have three pairs, each with a thread of its own: 4.3e9. The last sequences have the bits that
-    they have alone."""
+    """The last sequences have the bits of a call with these alone. Rows of 6 columns have three pairs with one thread
+    each, together 4.3e9 threads."""
     batch, tokens, width = 131_072, 11_000, 6
     assert batch * tokens * width // 2 > 1 << 32
     needs_memory(36)
@@ -126,7 +126,7 @@ def test_rotary_of_more_than_two_to_the_32_threads() -> None:
     assert not rotated[4 : batch - 4 : 997].any()
 
 
-# ---- several launches ----
+# ---- calls with several launches ----
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
@@ -134,7 +134,7 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 
 def recurrence() -> Sample:
-    """a and b lie in different orders in memory, so that a kernel first computes where rows begin."""
+    """Makes a recurrence whose a and b differ in memory order, so that a kernel first computes where rows begin."""
     b = leaf(5, 3, 20_000).detach().transpose(0, 1).requires_grad_()
     return Sample((leaf(3, 5, 20_000, seed=1).detach().sigmoid().requires_grad_(), b), {"dim": -1})
 
@@ -144,8 +144,8 @@ def loss(reduction: str) -> Callable[[], Sample]:
     return lambda: Sample((leaf(rows, 8), torch.arange(rows, device="cuda") % 8), {"reduction": reduction})
 
 
-# For each call the kernels and the memsets of its forward: a scan of lines of several tiles clears what they publish,
-# and a loss of many rows adds up parts of the rows first.
+# For each call, its op, its sample, and the number of kernels and memsets of its forward. A scan over several tiles
+# first clears the memory in which tiles publish sums. A loss of many rows first adds up parts of the rows.
 CALLS: dict[str, tuple[str, Callable[[], Sample], int, int]] = {
     "cumsum along rows": ("cumsum", lambda: Sample((leaf(2, 1_000_003), -1)), 1, 1),
     "cumsum along columns": ("cumsum", lambda: Sample((leaf(300_001, 5), 0)), 1, 1),
@@ -157,7 +157,7 @@ CALLS: dict[str, tuple[str, Callable[[], Sample], int, int]] = {
 
 
 def on_gpu(call: Callable[[], object]) -> list[Any]:
-    """What a call does on the GPU. The first run of a profiler may miss kernels."""
+    """Returns the GPU events of a call. It runs twice, because the first run of a profiler may miss kernels."""
     for _ in range(2):
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -173,8 +173,8 @@ def same(ours: Result, expected: Result) -> bool:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
-    """Kernels and memsets run on the current stream, in a graph each time that it is replayed: the second replay finds
-    what the first one published."""
+    """Kernels and memsets run on the current stream, and again in each replay of a graph, whose second replay finds the
+    sums that the first one published."""
     op, make, kernels, memsets = CALLS[name]
     sample, function = make(), getattr(extension_cpp, op)
     x = sample.args[0]
@@ -189,7 +189,7 @@ def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
         stream.wait_stream(torch.cuda.default_stream())
         done = on_gpu(lambda: function(*sample.args, **sample.kwargs))
         x.detach().zero_()
-        torch.cuda._sleep(50_000_000)  # what ran on another stream would read the zeros
+        torch.cuda._sleep(50_000_000)  # delays the stream, so that work on another stream would read the zeros
         x.detach().copy_(keep)
         ours = both()
     stream.synchronize()
@@ -216,8 +216,8 @@ def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
     "name, shape", [("softmax", (264, 40_000)), ("strips", (300, 4096, 8)), ("norm", (264, 40_960))]
 )
 def test_clusters_give_the_same_bits_each_time(name: str, shape: tuple[int, ...]) -> None:
-    """CTAs of a cluster write into each other's shared memory. A write before the other CTA is there, or before it has
-    read what it got last, shows now and then, beside kernels that hold some of the SMs."""
+    """A cluster gives the same bits in every run. A wrong write into another CTA's shared memory, before that CTA has
+    started or has read the previous value, shows only sometimes, beside kernels that occupy some SMs."""
     x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     other, side = torch.randn(1 << 22, device="cuda"), torch.cuda.Stream()
 

@@ -1,8 +1,7 @@
-"""The copy of the package for Hugging Face's `kernels`: its layout, the copy and the package in one process, models
-with its layers.
+"""Tests the package's copy for Hugging Face's `kernels`: its files, its use beside the package, models with its layers.
 
-Compiling the shims for another namespace takes more than a minute of processor time, so most tests are in the slow
-tier. The quick tier still compares the layers with the models' own (test_layers.py)."""
+Most tests are in the slow tier, because compiling the shims for another namespace takes more than a minute of processor
+time. The quick tier compares the layers with the models' own (test_layers.py)."""
 
 import functools
 import importlib.util
@@ -24,7 +23,7 @@ for _module in ("kernels", "kernel_abi_check"):
         pytest.skip(f"{_module} is not installed", allow_module_level=True)
 
 ROOT = hub.ROOT
-NAMESPACE = "_extension_cpp_test"  # fixed, so that ninja compiles the shims only once
+NAMESPACE = "_extension_cpp_test"  # constant, so that ninja compiles the shims only once
 DECODER_LAYERS = {"RotaryPosEmb": 2, "SwiGLUMLP": 2, "SiLU": 2}
 REPLACED = {
     "llama": DECODER_LAYERS | {"RMSNorm": 5},
@@ -37,7 +36,7 @@ DTYPES = ("float32", "bfloat16")
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory) -> Path:
-    """A variant made from the objects of the tested library. Only the shims are compiled, for another namespace."""
+    """Builds a variant from the objects of the tested library. Only the shims are compiled, for another namespace."""
     build = info.read_build()
     assert build is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GLIBC")}
@@ -53,7 +52,7 @@ def variant(tmp_path_factory) -> Path:
 
 @functools.cache
 def models(variant: Path, device: str) -> dict:
-    """The results of tests/hub_models.py."""
+    """Runs tests/hub_models.py and returns its results."""
     command = [sys.executable, "-m", "tests.hub_models", str(variant), device]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -78,7 +77,7 @@ def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
 
 @pytest.mark.slow
 def test_the_copy_names_the_package_nowhere(variant) -> None:
-    """Otherwise it would import the installed package or call its operators."""
+    """The copy contains no import or operator of the package, which would use the installed package instead."""
     imports, operators = r"^\s*(from|import) extension_cpp\b", r"torch\.ops\.extension_cpp(?!\.\*)"
     registered = r"\bregister\w*\(\s*f?\"extension_cpp::"
     for path in variant.rglob("*.py"):

@@ -1,5 +1,5 @@
-"""The judge refuses wrong results: planted ones, for every op, dtype, result and gradient. No kernel runs here: the
-right result is the reference's, rounded."""
+"""The judge refuses wrong results for every op, dtype, result and gradient. No kernel runs here: right results are the
+rounded results of the reference, and wrong ones are made from them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +17,11 @@ ROWS = 2
 
 
 def samples(spec: OpSpec, dtype: torch.dtype, width: int) -> Iterator[Sample]:
-    """Calls with rows of this width and, if the op has a dimension to work along, columns of as many steps: all samples
-    for short rows, and for long ones those of the benchmarks. What takes long runs in one dtype for 65536 columns."""
+    """Yields calls with rows of this width and, if the op works along a dimension, with columns of this height. Short
+    rows have all samples, and long rows those of the benchmarks. Slow references run 65536 columns in one dtype."""
     if width > 4096 and (spec.by_hand or spec.has_products) and dtype is not torch.bfloat16:
         return
-    if spec.has_products:  # of logits that are as large for every width
+    if spec.has_products:  # with logits of the same size for every width
         yield from spec.sample_inputs(maker("cpu", dtype, seed=width, spread=width**-0.25), (ROWS, width))
         return
     benches = [spec.bench, *(bench for name, bench in spec.variants.items() if name == "columns")]
@@ -33,7 +33,7 @@ def samples(spec: OpSpec, dtype: torch.dtype, width: int) -> Iterator[Sample]:
 
 
 def rounded(expected: Expected, dtype: torch.dtype, result_dtype: torch.dtype) -> Result:
-    """A right result. If backward reads outputs, and outputs others, they read the rounded ones."""
+    """Returns a right result. Where backward reads outputs, or outputs read others, they read rounded ones."""
     outputs = tuple(x.to(result_dtype) for x in expected.whole.exact.outputs)
     _, truth = next(iter(expected.truths(Result(outputs, expected.whole.exact.gradients))))
     outputs = tuple(x.to(result_dtype) for x in truth.exact.outputs)
@@ -41,7 +41,7 @@ def rounded(expected: Expected, dtype: torch.dtype, result_dtype: torch.dtype) -
 
 
 def planted(right: Tensor, allowed: Tensor, size: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Wrong results by name. `allowed` is the bound of each element, `size` the sum of its terms."""
+    """Yields wrong results by name. `allowed` is the bound of each element, and `size` is the sum of its terms."""
     is_half = right.dtype.itemsize == 2
     factor = 1.05 if is_half else 1.001
     yield "zeros", torch.zeros_like(right)
@@ -102,8 +102,8 @@ INDEPENDENT = [spec for spec in all_specs() if spec.from_saved is None and not s
 
 @pytest.mark.parametrize("spec", INDEPENDENT, ids=str)
 def test_without_terms_numbers_are_changed(spec: OpSpec) -> None:
-    """A spec without `terms`, as of a new package, accepts the op and refuses zeros and factors. Not of ops whose
-    backward reads numbers that were rounded to a half type."""
+    """Without `terms`, as in the spec of a new package, the judge accepts the op and refuses zeros and wrong factors.
+    Left out are ops whose backward reads numbers that were rounded to a half type."""
     spec = replace(spec, terms=None)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for sample in spec.sample_inputs(maker("cpu", dtype), (5, 257)):
@@ -117,8 +117,8 @@ def test_without_terms_numbers_are_changed(spec: OpSpec) -> None:
 
 
 def test_special_values() -> None:
-    """NaN and infinities must be where the exact result has them; NaN is no small error, and neither is a number that
-    overflows the result's dtype."""
+    """NaN and infinities must be where the exact result has them. The judge never takes NaN or a number that overflows
+    the result's dtype for a small error."""
     exact = torch.linspace(1, 2, 66, dtype=torch.float64).reshape(2, 33)
     exact[0, 3], exact[1, 5], exact[1, 7] = torch.inf, torch.nan, 1e39
     truth = Truth(Result((exact,), []), lambda: [Terms(torch.ones_like(exact), 2)])

@@ -1,5 +1,4 @@
-"""The layers for Hugging Face's `kernels`, compared with the classes whose forward they replace. `kernels` is not
-needed."""
+"""Compares the layers for Hugging Face's `kernels`, without needing it, with the classes whose forward they replace."""
 
 from types import MethodType
 
@@ -20,7 +19,7 @@ MLP = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4}
 
 
 def with_layer(module: nn.Module, layer: type[nn.Module]) -> nn.Module:
-    """Replaces a module's forward, as kernelize does."""
+    """Replaces a module's forward by the layer's, as kernelize does."""
     module.forward = MethodType(layer.forward, module)
     return module
 
@@ -34,7 +33,8 @@ def norm(dtype: torch.dtype, device: str, width: int = 192) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 def test_rms_norm_rounds_where_the_class_does(dtype, device) -> None:
-    """The results differ only by a row's statistic: ours is rounded once, and the class's three times."""
+    """Our layer rounds where the class does, so that results differ only by a row's statistic: ours is rounded once,
+    and the class's three times."""
     torch.manual_seed(0)
     x = torch.randn(2048, 192, device=device).to(dtype)
     module = norm(dtype, device)
@@ -109,7 +109,7 @@ def test_rotary_pos_emb(unsqueeze_dim, device) -> None:
 
 
 def test_layers_are_what_kernels_accepts() -> None:
-    """The layers are stateless: they have no constructor and no own members except the two capability flags."""
+    """The layers have no constructor and no members of their own, except for the two flags that `kernels` reads."""
     own = layers._Layer.__subclasses__()
     assert len(own) == 10 and {layer.__module__ for layer in own} == {layers.__name__}
     for layer in own:

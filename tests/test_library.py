@@ -1,4 +1,4 @@
-"""What the library requires of its host. One file must work with every Python and every torch from the minimum on."""
+"""Tests what the library requires of its host. One file must work with every Python and every torch >= 2.10."""
 
 import re
 import subprocess
@@ -35,9 +35,9 @@ def symbols(library: Path, which: str) -> list[str]:
 
 
 def test_library_asks_torch_for_c_functions_and_exports_its_own_names_only(library):
-    """It is no Python module."""
+    """The library calls only C functions of torch, nothing of Python, and exports only names of its own."""
     undefined = symbols(library, "--undefined-only")
-    assert any(name.startswith("aoti_torch_") for name in undefined)  # else the next two lines prove nothing
+    assert any(name.startswith("aoti_torch_") for name in undefined)  # otherwise the next two lines prove nothing
     assert [name for name in undefined if re.match(r"_Z\w*?(2at|3c10|5torch)", name)] == []
     assert [name for name in undefined if re.match(r"_*(cuda|cu|nv)[A-Z]|Py|_Py", name)] == []
     exported = symbols(library, "--defined-only")
@@ -45,7 +45,7 @@ def test_library_asks_torch_for_c_functions_and_exports_its_own_names_only(libra
 
 
 def test_library_is_hardened(library):
-    """Full RELRO, no executable stack or data, no text relocations, stack guards, no RPATH."""
+    """The library has full RELRO, no executable stack or data, no text relocations, stack guards, and no RPATH."""
     segments = re.findall(r"^  (\w+) .* 0x\w+ ([R ][W ][E ]) \w+$", run("readelf", "-lW", library).stdout, re.MULTILINE)
     assert {"LOAD", "GNU_STACK", "GNU_RELRO"} <= {kind for kind, _ in segments}
     assert [segment for segment in segments if segment[1].endswith("WE")] == []
@@ -62,7 +62,7 @@ def test_library_needs_torch_alone_to_load(library):
 
 
 def test_wheel_tag_names_the_newest_glibc_used(library):
-    """Or, where it is newer, the manylinux that has the C++ library."""
+    """The manylinux tag names the newest glibc that the library uses, or a newer one with its C++ library."""
     used = re.findall(r"@GLIBC_(\d+)\.(\d+)", run("nm", "-D", library).stdout)
     newest = max((int(major), int(minor)) for major, minor in used)
     found = build_library.glibc_required(library)
@@ -81,8 +81,7 @@ def test_versions_agree():
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
-    """A non-tensor in place of each tensor argument gives our sentence. PyTorch's own message has many lines or shows a
-    build path."""
+    """A non-tensor in place of a tensor raises our message. PyTorch's own has many lines or shows a build path."""
     others = {
         "None": None,
         "numpy.ndarray; torch.from_numpy makes a tensor of it": np.ones((4, 6), np.float32),
@@ -114,13 +113,13 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
-    """In place of each tensor argument. PyTorch's own message lists all backends, and names no argument."""
+    """A tensor of an unsupported layout raises our message for each argument. PyTorch's names no argument."""
     arguments = getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments
     sample = next(spec.sample_inputs(maker("cpu", torch.float32), (4, 6)))
     for place, (x, argument) in enumerate(zip(sample.args, arguments, strict=False)):
         for got, change in OTHER_LAYOUTS.items() if isinstance(x, torch.Tensor) else ():
             if not x.is_floating_point() and re.search("mkldnn|quantized", got):
-                continue  # torch has no such integers
+                continue  # torch has no such integer tensors
             other = change(x.detach())
             if gradients and other.is_floating_point() and x.requires_grad and "mkldnn" not in got:
                 other.requires_grad_()
@@ -203,7 +202,7 @@ print(sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def test_a_schema_that_does_not_fit_its_function_is_named(tmp_path: Path) -> None:
-    """Each argument, each result and how many there are. What fits is defined, the others are not."""
+    """A wrong schema is reported with the argument, result or count that is wrong. Right schemas are still defined."""
     source, made = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
     source.write_text(WRONG)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-w", "-O0", "-fPIC", "-shared"]

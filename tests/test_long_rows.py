@@ -1,5 +1,4 @@
-"""Rows and columns of many chunks, beside values that are known to six digits: entropies, sums, and gradients that hold
-sums."""
+"""Tests rows and columns of many chunks whose exact values are known: entropies, sums, and gradients with sums."""
 
 import math
 
@@ -9,16 +8,16 @@ import torch
 import extension_cpp
 from tests.battery import every_dtype
 
-WIDTH = 20_000  # three chunks of a row
+WIDTH = 20_000  # columns, which are three chunks
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("falling", [False, True])
 @every_dtype
 def test_entropy_of_a_rising_row(dtype: torch.dtype, falling: bool, temperature: float, device: str) -> None:
-    """A log-probability is z - lse, and the entropy lse - sum(p z), with numbers of about 16: an eps there is 2^-19 in
-    float32. Half types add twice the error of their exponential, 2.8e-6; in float64 the reference rounds as well.
-    Half types round the logits, so the exact values are those of the rounded ones."""
+    """Log-probabilities z - lse and entropies lse - sum(p z) come from numbers near 16, where a float32 eps is 2^-19.
+    Half types add twice the error of their exponential, 2.8e-6. In float64 the reference rounds as well. The exact
+    values are those of the rounded logits."""
     row = torch.linspace(0, 9, WIDTH, dtype=torch.float64)
     logits = (row.flip(0) if falling else row).to(dtype)
     log_p = (logits.double() / temperature).log_softmax(0)
@@ -34,8 +33,8 @@ def test_entropy_of_a_rising_row(dtype: torch.dtype, falling: bool, temperature:
 
 
 def test_cumsum_of_long_columns(device: str) -> None:
-    """Terms of one sign, so that the error is relative to each sum: one rounding of the result, 6e-8, and those of a
-    tree of sums. A sum kept in float32 is off by 1e-4 at the end."""
+    """Terms have one sign, so that the error is relative to each sum: 6e-8 for rounding the result, and the roundings
+    of a tree. A sum kept in float32 would have an error of 1e-4 at the end."""
     x = torch.rand(200_000, 3, generator=torch.Generator().manual_seed(0)) + 0.5
     exact = x.double().cumsum(0).to(device)
     for reverse in (False, True):
@@ -45,8 +44,8 @@ def test_cumsum_of_long_columns(device: str) -> None:
 
 
 def test_log_softmax_backward_of_long_columns(device: str) -> None:
-    """grad_x = g - p sum(g), where sum(g) has 300000 terms of one sign: 1e-6 of |g| + p sum|g|. On a GPU a thread adds
-    about 600 of them in turn: 32 eps, for 25 roundings as they come and those of the tree."""
+    """grad_x = g - p sum(g) has an error of 1e-6 of |g| + p sum|g|, although sum(g) has 300000 terms of one sign. On a
+    GPU a thread adds about 600 of them in turn: 32 eps, for 25 roundings in turn and those of the tree."""
     allowed = 1e-6 if device == "cpu" else 32 * torch.finfo(torch.float32).eps
     generator = torch.Generator().manual_seed(1)
     x, g = (torch.rand(300_000, 16, generator=generator).to(device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The losses: invalid targets, chunks of linear_cross_entropy, autocast, and strided rows without copies."""
+"""Tests the losses: invalid targets, chunks of linear_cross_entropy, autocast, and strided rows without copies."""
 
 import math
 from collections.abc import Callable
@@ -35,8 +35,7 @@ LOSSES = ["cross_entropy", "token_log_probs", "linear_cross_entropy"]
 @pytest.mark.parametrize("wrong", [-1, CLASSES, 2**40, -(2**62), -(2**63)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
-    """The CPU raises an error that names the target. A GPU would have to synchronize for that, so it gives NaN in that
-    row only."""
+    """The CPU raises an error that names the wrong target. A GPU gives NaN in that row, without waiting."""
     good = torch.arange(ROWS, device=device) % CLASSES
     bad = good.clone()
     bad[2] = wrong
@@ -99,7 +98,7 @@ def test_autocast_leaves_the_logits_and_gives_a_float32_loss(device: str) -> Non
         function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
         with torch.autocast(device, torch.bfloat16):
             loss = function(logits, target)
-        # In float32, because on CUDA eager rounds the log-probabilities to the logits' type, also under autocast.
+        # The expected loss is computed in float32, because eager mode on CUDA rounds log-probabilities under autocast.
         eager = F.cross_entropy(logits.float(), target)
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, eager)
@@ -111,7 +110,7 @@ def test_autocast_leaves_the_logits_and_gives_a_float32_loss(device: str) -> Non
 
 
 def test_autocast_of_linear_cross_entropy(device: str) -> None:
-    """The matrix products have autocast's dtype, and the loss is float32."""
+    """Under autocast the matrix products have autocast's dtype, and the loss is float32."""
     x = torch.randn(33, 16, device=device, requires_grad=True)
     w = torch.randn(40, 16, device=device, requires_grad=True)
     target = torch.arange(33, device=device)
@@ -126,7 +125,7 @@ def test_autocast_of_linear_cross_entropy(device: str) -> None:
         results.append((loss, *torch.autograd.grad(loss, (x, w))))
     for ours, eager in zip(*results, strict=True):
         assert ours.dtype == torch.float32
-        # Logits of about 4 are rounded to bfloat16, with an error of at most 4 * 2^-9, and so are the gradients.
+        # Logits of about 4 are rounded to bfloat16, with an error of at most 4 * 2^-9, and so are their gradients.
         torch.testing.assert_close(ours, eager, rtol=2**-7, atol=2**-7 * eager.abs().max().item())
 
 
@@ -141,8 +140,7 @@ def _linear(dtype: torch.dtype, device: str, rows: int = 700) -> tuple[Tensor, T
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Limits chunks to 128 rows of float32 with 50 classes. Returns a list that collects the rows of every chunk of
-    logits."""
+    """Limits chunks to 128 rows of float32 with 50 classes. Returns a list that gets each chunk's number of rows."""
     monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 128 * 52 * 4)
     seen: list[int] = []
     make = linear_loss.Logits.of
@@ -157,7 +155,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_logits_are_never_whole(reduction: str, small_chunks: list[int], device: str) -> None:
-    """700 rows are processed in chunks of at most 128, with the results of whole logits."""
+    """The loss processes 700 rows in chunks of at most 128, and gives the results of one product with all logits."""
     x, w, b, target = _linear(torch.float32, device)
     loss = extension_cpp.linear_cross_entropy(x, w, target, b, reduction=reduction)
     grad_out = torch.rand_like(loss)
@@ -182,14 +180,14 @@ def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks:
     expected = F.cross_entropy(F.linear(*exact), target, **options)
     ours = torch.autograd.grad(loss, (x, w, b), torch.ones_like(loss))
     eps = torch.finfo(dtype).eps
-    # Logits, their gradient and the results are rounded. w's gradient is rounded once more for each further chunk.
+    # Logits, their gradients and the results are rounded. Each chunk after the first rounds w's gradient once more.
     torch.testing.assert_close(loss.double(), expected, atol=8 * eps, rtol=8 * eps)
     for a, e in zip(ours, torch.autograd.grad(expected, exact, torch.ones_like(expected)), strict=True):
         torch.testing.assert_close(a.double(), e, atol=8 * eps * e.abs().max().item(), rtol=8 * eps)
 
 
 def test_the_gradient_of_an_ignored_row_of_nan_is_zero(device: str) -> None:
-    """docs/ops.md says so. PyTorch's is NaN."""
+    """The gradient of an ignored row of NaN is zero, as docs/ops.md says. PyTorch's is NaN."""
     x = torch.ones(3, 5, device=device)
     x[1] = math.nan
     target = torch.tensor([0, -100, 4], device=device)
@@ -200,7 +198,8 @@ def test_the_gradient_of_an_ignored_row_of_nan_is_zero(device: str) -> None:
 
 @pytest.mark.parametrize("ignore_index", [255, -100, 1])
 def test_ignored_rows_in_every_derivative(ignore_index: int, device: str) -> None:
-    """ignore_index may lie outside of the classes. Forward mode has a formula of its own (cross_entropy_plain)."""
+    """Every derivative ignores the rows of ignore_index, even if no class has this index. Forward mode has its own
+    formula (cross_entropy_plain)."""
     target = torch.tensor([0, ignore_index, 4, ignore_index, 2], device=device)
     logits = torch.randn(5, CLASSES, dtype=torch.float64, device=device)
     tangent = torch.randn_like(logits)
@@ -226,8 +225,8 @@ def test_chunks_cover_all_rows() -> None:
 
 
 def test_entropies_of_two_classes() -> None:
-    """In float32, on the CPU. With more classes errors of exp, whose signs alternate, would cancel. The 8 eps are for
-    the errors of exp, of the two products and of the sum."""
+    """Two classes are tested in float32 on the CPU, because with more classes errors of exp with alternating signs
+    would cancel. The 8 eps cover the errors of exp, of two products and of the sum."""
     logits = torch.stack([torch.zeros(4000), -torch.linspace(0.01, 8, 4000)], 1)
     _, entropy = extension_cpp.token_log_probs(logits, torch.zeros(4000, dtype=torch.int64))
     log_p = logits.double().log_softmax(1)
@@ -242,9 +241,9 @@ def test_total_weight_counts_classes_alone() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [4096, 1024, 128])
 def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """In bfloat16, compared with eager's error. Each of the n chunks except the first rounds the sum so far once more.
-    The sum of i chunks is about sqrt(i / n) of the whole, so n - 1 roundings add (n - 1) / 2 times the variance of the
-    last one. 10 % are for chance: both errors are norms over 24,000 numbers."""
+    """The bfloat16 weight gradient has about the error of eager mode. Each of the n chunks but the first rounds the sum
+    so far. The sum of i chunks is about sqrt(i / n) of the whole, so that n - 1 roundings add (n - 1) / 2 times the
+    variance of the last one. 10 % are for chance: both errors are norms over 24,000 numbers."""
     monkeypatch.setattr(linear_loss, "CHUNK_BYTES", chunk_rows * 1000 * 2)
     generator = torch.Generator().manual_seed(5)
     x, w = (torch.randn(n, 24, generator=generator).bfloat16().to(device).requires_grad_() for n in (4096, 1000))
@@ -260,9 +259,8 @@ def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_has_the_scale_of_the_loss(reduction: str, device: str) -> None:
-    """A GradScaler multiplies the loss, so that small gradients do not underflow. A sum that is divided by the number
-    of tokens must not overflow before the division. The error is near that of eager, which also scales the logits'
-    gradient."""
+    """A GradScaler multiplies the loss, so that small float16 gradients do not underflow. A sum that is later divided
+    by the number of tokens must not overflow. Eager mode, which scales alike, has a similar error."""
     generator = torch.Generator().manual_seed(6)
     x = (torch.rand(4096, 8, generator=generator) * 20).half().to(device).requires_grad_()
     w = torch.zeros(700, 8, dtype=torch.float16, device=device, requires_grad=True)
@@ -272,7 +270,7 @@ def test_float16_has_the_scale_of_the_loss(reduction: str, device: str) -> None:
         leaves = [t if dtype is None else t.detach().double().requires_grad_() for t in (x, w)]
         loss = function(*leaves, target, reduction=reduction).double()
         found.append(torch.autograd.grad(loss * 512 / (1 if reduction == "mean" else 4096), leaves[1])[0].double())
-    ours, eager, right = (gradient[1:] for gradient in found)  # without class 0, which is the target of all rows
+    ours, eager, right = (gradient[1:] for gradient in found)  # excludes class 0, which is the target of all rows
     assert right.abs().max() > 0 and ours.isfinite().all()
     assert (ours - right).norm() <= 2 * (eager - right).norm() + 2**-10 * right.norm()
 
@@ -282,17 +280,17 @@ def _eager_linear(x: Tensor, w: Tensor, target: Tensor, reduction: str) -> Tenso
 
 
 def test_probabilities_are_at_most_one(device: str) -> None:
-    """Despite rounding log_probs are at most 0 and entropies at least 0. A trainer may assert that."""
+    """Log-probabilities are at most 0 and entropies at least 0 despite rounding, because trainers may assert it."""
     logits = torch.arange(1.0, 61.0, device=device)[:, None].repeat(1, 2) * torch.tensor([1.0, -1.0], device=device)
     for temperature in (0.7, 1.3):
         for rows in (logits, logits[:, :1], torch.rand(1000, 2, device=device)):
             target = torch.zeros(rows.shape[0], dtype=torch.int64, device=device)
             log_probs, entropy = extension_cpp.token_log_probs(rows, target, temperature)
             assert (log_probs <= 0).all() and (entropy >= 0).all()
-            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # with one class: 0 up to rounding
+            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # one class: 0 up to rounding
 
 
-# On the GPU: rows of a group of threads, of a CTA and of a cluster. The last three are not whole vectors.
+# Widths that a GPU processes with a group of threads, a CTA and a cluster. The last three are no whole vectors.
 WIDTHS = (16, 100, 1000, 4096, 16384, 20000, 40000, 128256, 33, 1001, 50257)
 
 
@@ -341,7 +339,7 @@ def test_batch_invariant(width: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) -> None:
-    """Only the gradients that are needed are computed: adapters may train with a frozen lm_head."""
+    """Only required gradients are computed, because adapters may train with a frozen lm_head."""
     x, w, b, target = _linear(torch.float32, device, 64)
     tensors = [t.detach().requires_grad_(i in needed) for i, t in enumerate((x, w, b))]
     options = target, tensors[2], None, 1, -100, 0.0, 0.0, None, False, *(t.requires_grad for t in tensors)
@@ -356,8 +354,7 @@ def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
-    """The product with a factor that half types cannot represent is computed in float32 and rounded once, for any
-    layout."""
+    """A factor that half types cannot represent is multiplied in float32 and rounded once, for any layout."""
     acc = torch.promote_types(dtype, torch.float32)
     factor = torch.tensor(1 / 3, dtype=acc, device=device)
     for shape in [(), (0,), (1,), (1000,), (33, 70)]:
@@ -389,7 +386,8 @@ def test_second_derivatives_get_a_sentence(device: str) -> None:
 @pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-20, 1e-30])
 @pytest.mark.parametrize("shape", [(50, 1000), (50, 7)], ids=str)
 def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tuple[int, int], device: str) -> None:
-    """The largest logit divided by the temperature is far beyond 2^24, where floats are whole numbers."""
+    """Small temperatures give the largest logit's result: logits / temperature exceed 2^24, where floats are
+    integers."""
     logits = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 40).to(device).requires_grad_()
     best = logits.detach().argmax(-1)
     log_probs, entropy = extension_cpp.token_log_probs(logits, best, temperature)
@@ -401,8 +399,8 @@ def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tu
 
 @pytest.mark.parametrize("inner", [(), (3,)], ids=["rows", "columns"])
 def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], device: str) -> None:
-    """Many classes make lse large beside the cap, and dz/dx must not come from z - lse. It is 1 - t^2, where
-    t = z / cap has an error of 3 roundings. Those of p are 12: its exponent is below 8 and rounded, and so is 2^x."""
+    """The gradient is exact where many classes make lse large beside the softcap. dz/dx must be 1 - t^2 and not come
+    from z - lse. t = z / cap has an error of 3 roundings, and p of 12 (an exponent below 8, and 2^x)."""
     logits = torch.randn(4, 1000, *inner, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     target = torch.zeros(4, *inner, dtype=torch.int64, device=device)
     double = logits.detach().double().requires_grad_()
@@ -413,7 +411,7 @@ def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], 
 
 
 def test_forward_mode_of_a_target_that_is_no_class() -> None:
-    """On CUDA the operator cannot raise, and its plain form gives NaN, also as the tangent."""
+    """On CUDA, where no error can be raised, forward mode gives NaN for a target that is no class."""
     logits, target = torch.randn(3, 5), torch.tensor([1, 7, -100])
 
     def cross_entropy(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses of many chunks, and losses whose gradients are streamed past the CPU's cache."""
+"""Tests losses of many chunks, and losses whose gradients are streamed past the CPU's cache."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tests.battery.test_streaming import digest_of, streamed
 from tests.checks import maker
 from tests.opspec import DTYPES, Sample
 
-CLASSES, BLOCK, LINE = 4097, 32, 64  # common/cpu/block.h has the block of 32 columns; a line has 64 bytes
+CLASSES, BLOCK, LINE = 4097, 32, 64  # columns of a block (common/cpu/block.h), and bytes of a cache line
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -20,8 +20,9 @@ CLASSES, BLOCK, LINE = 4097, 32, 64  # common/cpu/block.h has the block of 32 co
 def test_bias_gradient_of_many_chunks(
     reduction: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2400 chunks of a row, and 300 of 8, each of which adds 1 or 8 to the sum: bfloat16 has no number between 2048 and
-    2064, and float16 none between 2048 and 2050. The other class has the probability 1 in every row."""
+    """The bias gradient is exact for 2400 chunks of one row, and for 300 chunks of 8 rows. Each row adds 1 to a sum
+    that half types could not represent: bfloat16 has no number between 2048 and 2064, and float16 none between 2048 and
+    2050. The other class has probability 1."""
     classes, rows = 16, 2400
     for in_chunk in (1, 8):
         monkeypatch.setattr(linear_loss, "CHUNK_BYTES", in_chunk * classes * dtype.itemsize)
@@ -36,10 +37,11 @@ def test_bias_gradient_of_many_chunks(
 
 
 def border_targets(dtype: torch.dtype) -> torch.Tensor:
-    """For each row a target at a border of what is streamed of it (row_span in rows/cpu_sum_exp.h): of its head up to
-    the next line, of the block behind it, of the streamed blocks, and of the last. The first row begins at a line."""
+    """Returns, for each row, a target at an end of a part that is streamed separately (row_span in rows/cpu_sum_exp.h):
+    the head up to the next cache line, the block behind it, the streamed blocks, and the last block. Row 0 begins at a
+    line."""
     targets, places = [], LINE // dtype.itemsize
-    for row in range(8 * places):  # at each place within a line 8 rows begin
+    for row in range(8 * places):  # 8 rows begin at each place within a cache line
         head = -row * CLASSES % places
         begin = head + BLOCK if head else 0
         end = begin + (CLASSES - begin - BLOCK) // BLOCK * BLOCK
@@ -48,7 +50,7 @@ def border_targets(dtype: torch.dtype) -> torch.Tensor:
 
 
 def digests() -> Iterator[str]:
-    """For each dtype the hash of the loss and its gradient."""
+    """Yields, for each dtype, the hash of the loss and its gradient."""
     for dtype in DTYPES:
         target = border_targets(dtype)
         sample = Sample((maker("cpu", dtype)((len(target), CLASSES)), target), {"reduction": "sum"})

@@ -1,4 +1,4 @@
-"""The checks by role, in C++ and for fakes: which calls they accept, and that both say the same of the others."""
+"""Tests the checks by role: C++ and fakes accept the same calls, and refuse others with the same message."""
 
 import random
 import subprocess
@@ -11,7 +11,7 @@ from torch import Tensor
 import build_library
 from extension_cpp.registration import match
 
-# Both are asked by words: the tensors' names, dtypes and shapes, joined by "|".
+# Operators that check tensors in C++. The tensors' names, dtypes and shapes are words joined by "|".
 SOURCE = """
 #include "common/shim/match.cpp"
 #include "common/shim/op.cpp"
@@ -81,7 +81,7 @@ REGISTER_KERNELS(m) {
 
 @pytest.fixture(scope="module")
 def ops(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The operators of SOURCE."""
+    """Compiles and loads the operators of SOURCE."""
     source, made = (tmp_path_factory.mktemp("match") / name for name in ("match.cpp", "match.so"))
     source.write_text(SOURCE)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-w", "-O0", "-fPIC", "-shared"]
@@ -101,11 +101,11 @@ DTYPES = {
     "same": match.SAME,
     "same or float32": match.SAME_OR_FLOAT32,
 }
-Call = tuple[tuple[Tensor, str, str], ...]  # tensors, their dtypes and their shapes
+Call = tuple[tuple[Tensor, str, str], ...]  # for each tensor, its dtype and its shape
 
 
 def kernel_says(ops: Any, call: Call, size: str = "") -> str:
-    """The size, or the sentence of the error, in C++."""
+    """Returns the matched size or the error message of the check in C++."""
     tensors, dtypes, shapes = zip(*call, strict=True)
     try:
         return str(ops.ask(list(tensors), "|".join("xyz"[: len(call)]), "|".join(dtypes), "|".join(shapes), size))
@@ -171,7 +171,7 @@ def test_a_name_stands_for_sizes(ops: Any) -> None:
 
 
 def test_kernel_and_fake_decide_alike(ops: Any) -> None:
-    """Three random tensors. Most calls are refused, and each kind of shape is accepted many times."""
+    """Kernel and fake decide alike for three random tensors. Each kind of shape is accepted often."""
     draw, accepted = random.Random(0), 0
     shapes = ["", "[n]", "[*, n]", "[m, n]", "[n, *, m]", "[*]", "[m, 2]", "[]", "like x", "broadcasts to x"]
     types = [*[torch.float32] * 8, torch.float16, torch.float64, torch.int64, torch.bool]
@@ -258,7 +258,7 @@ def test_a_launch_for_nothing_fails(ops: Any) -> None:
 
 
 def test_sizes_may_be_symbolic() -> None:
-    """A second size compiles nothing new, and a wrong one raises."""
+    """Sizes may be symbolic: a second size compiles nothing new, and a wrong size raises."""
 
     @torch.library.custom_op("match_fakes::scale", mutates_args=())
     def scale(x: Tensor, weight: Tensor) -> Tensor:

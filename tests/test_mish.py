@@ -1,4 +1,4 @@
-"""Both tails of mish and its derivatives: exp underflows on the left, and the formulas could overflow on the right."""
+"""Tests both tails of mish and its derivatives: on the left exp underflows, on the right formulas could overflow."""
 
 import math
 
@@ -7,13 +7,12 @@ import torch
 
 import extension_cpp
 
-# On the left exp(x) is subnormal or 0 in float32, while x exp(x) may be normal. On the right e^x and its powers
-# overflow.
+# On the left exp(x) is subnormal or 0 in float32, but x exp(x) may be normal. On the right powers of e^x overflow.
 ENDS = [-3e38, -1e38, -1e4, -150.0, -110.5, -104.0, -95.0, -90.0, -87.5, -30.0, 15.0, 19.9, 20.5, 45.0, 89.0, 1e4, 3e38]
 
 
 def exact(x: float) -> tuple[float, float, float]:
-    """mish, mish' and mish'' in double, from asymptotic forms with an error below 1e-12 in these tails."""
+    """Returns mish, mish' and mish'' in double, from asymptotic forms with an error below 1e-12 in these tails."""
     if x > 14:
         return x, 1 + (4 * x - 2) * math.exp(-2 * x), (8 - 8 * x) * math.exp(-2 * x)
     e = math.exp(x)
@@ -30,6 +29,6 @@ def test_ends(dtype: torch.dtype, device: str) -> None:
     for i, at in enumerate(x.double().tolist()):
         for name, tensor, expected in zip(("mish", "mish'", "mish''"), (value, first, second), exact(at), strict=True):
             got = tensor[i].item()
-            # 16 roundings; a few of the smallest subnormals; and 2e-15, because above 20 the derivatives are 1 and 0.
+            # 16 roundings, 4 subnormals, and 2e-15 because above 20 the computed derivatives are exactly 1 and 0.
             bound = 16 * eps * abs(expected) + 4 * 2.0**-133 + (2e-15 if name != "mish" else 0.0)
             assert abs(got - expected) <= bound, f"{name}({at}) = {got}, expected {expected}"

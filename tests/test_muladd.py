@@ -1,4 +1,4 @@
-"""What only muladd promises: out=, and its place in a compiled graph."""
+"""Tests what only muladd promises: out=, and its place in a compiled graph."""
 
 import os
 from collections.abc import Callable
@@ -62,8 +62,8 @@ def test_out_may_interleave_with_an_input(device: str) -> None:
 
 
 def test_out_may_overlap_what_is_read_first(device: str) -> None:
-    """If out has gaps, all inputs are read before out is written. So out may share elements with an input, here over
-    many blocks and threads."""
+    """out may share elements with an input if out has gaps, because then all inputs are read before out is written. The
+    sizes span many blocks and threads."""
     rows, cols = 4099, 130
     buffer = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(device)
     b = buffer[1:, ::2].cos()
@@ -73,7 +73,7 @@ def test_out_may_overlap_what_is_read_first(device: str) -> None:
 
 
 def test_out_may_not_be_a_transposed_input(device: str) -> None:
-    """It begins where the input does, and an element is overwritten before it is read."""
+    """out must not be an input's transpose, whose elements would be overwritten before they are read."""
     for rows in (3, 64, 1024):
         a = torch.randn(rows, rows, device=device)
         for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
@@ -88,7 +88,7 @@ def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
         for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
             with pytest.raises(RuntimeError, match="to share no memory with it, but they overlap in part"):
                 extension_cpp.muladd(first, second, 1.0, out=out)
-    a, b = buffer[: 1 << 19], buffer[1 << 19 :]  # one begins where the other ends
+    a, b = buffer[: 1 << 19], buffer[1 << 19 :]  # b begins where a ends
     assert torch.equal(extension_cpp.muladd(a, a, 1.0, out=b), torch.ones_like(a))
     assert torch.equal(extension_cpp.muladd(b, b, 1.0, out=a), torch.full_like(a, 2))
     with FakeTensorMode() as mode:
@@ -98,10 +98,10 @@ def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
 
 
 def test_results_larger_than_the_cache_begin_anywhere() -> None:
-    """The CPU streams them, if they begin at a cache line."""
+    """The CPU streams results that are larger than the cache. They are right wherever they begin in a cache line."""
     a = torch.randn(last_level_cache() // 12 + 1, generator=torch.Generator().manual_seed(0))
     b, buffer = a.cos(), a.new_empty(len(a) + 130)
-    parts = zip(a.chunk(8), b.chunk(8), strict=True)  # small ones
+    parts = zip(a.chunk(8), b.chunk(8), strict=True)  # small parts, which are not streamed
     expected = torch.cat([extension_cpp.muladd(*part, 0.5) for part in parts])
     for begin in range(130):
         out = buffer[begin : begin + len(a)]
@@ -115,13 +115,13 @@ def test_what_is_no_dense_tensor_gets_a_sentence_with_out(place: int, name: str,
     tensors[place] = None if wrong == "tensor" else tensors[place].to_sparse()
     a, b, out = tensors
     if out is None:
-        out = 2.5  # without out= the call is another one
+        out = 2.5  # omitting out= would call another overload
     with pytest.raises(RuntimeError, match=f"^extension_cpp::muladd: expected {name} to be (a )?{wrong}, but got "):
         extension_cpp.muladd(a, b, 1.0, out=out)
 
 
 def test_out_with_inputs_that_require_grad(device: str) -> None:
-    """Under no_grad it works, also with out that requires grad."""
+    """Under no_grad, out= works with inputs that require grad, and with an out that requires grad."""
     a, b, expected = inputs((5,), device)
     for out in (torch.empty_like(b), torch.empty_like(b, requires_grad=True)):
         with torch.no_grad():
@@ -130,7 +130,7 @@ def test_out_with_inputs_that_require_grad(device: str) -> None:
 
 
 def writes(device: str) -> dict[str, tuple[Callable[[torch.Tensor], object], torch.Tensor]]:
-    """For each operator that writes: a call that writes into a tensor, and such a tensor."""
+    """Returns, for each operator that writes, a call that writes into its argument, and such an argument."""
     ops, ones = torch.ops.extension_cpp, torch.ones(3, 3, device=device)
     target, scale = torch.arange(3, device=device), torch.ones(1, device=device)
     return {
@@ -143,8 +143,8 @@ def writes(device: str) -> dict[str, tuple[Callable[[torch.Tensor], object], tor
 
 
 def test_what_is_written_counts_a_version(device: str) -> None:
-    """Where PyTorch's own operators do, so that a backward which needs the former values raises. The result is right in
-    views, too."""
+    """Writes count a version where PyTorch's own operators do, so that a backward that needs the old values raises. The
+    result is right in views, too."""
     every = writes(device)
     ours = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
     written = {name.split("::")[1] for name in ours if "!" in str(overload_of(name)._schema)}
@@ -172,7 +172,8 @@ def test_what_is_written_counts_a_version(device: str) -> None:
 
 
 def test_operators_that_write_refuse_every_argument_that_requires_grad(device: str) -> None:
-    """Else its gradient is lost without a word. The operators have no derivative."""
+    """Operators that write refuse every argument that requires grad. They have no derivative, so that it would be
+    lost."""
     for write, x in writes(device).values():
         with Calls() as calls:
             write(x.clone())
@@ -187,7 +188,7 @@ def test_operators_that_write_refuse_every_argument_that_requires_grad(device: s
 
 
 def test_negative_views(device: str) -> None:
-    """z.conj().imag stands for the negative of what is in memory."""
+    """out and inputs may be negative views: z.conj().imag stands for the negative of the values in memory."""
     a, b, expected = inputs((5, 3), device)
     for mode in (torch.enable_grad(), torch.inference_mode()):
         with mode:
@@ -234,7 +235,7 @@ def test_out_is_functionalized(device: str) -> None:
 
 
 def test_gradients_only_for_what_needs_them(device: str) -> None:
-    """If only b needs a gradient, only a is saved."""
+    """If only b requires a gradient, only a is saved."""
     a, b, _ = inputs((33, 65), device)
     b.requires_grad_()
     saved: list[torch.Tensor] = []
@@ -267,8 +268,8 @@ print(level().decode())
 
 @pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
 def test_rounded_once_where_the_instruction_exists(level: str) -> None:
-    """With b = 1 / a rounded, only the rounding error of 1 / a is left of a * b - 1. Rounding the product first would
-    change that. The baseline of x86 has no fused multiply-add and rounds the product, too."""
+    """a * b - 1 is rounded once. With b = 1 / a, its only digits are the rounding error of 1 / a, which a rounded
+    product would lose. The baseline of x86 has no fused multiply-add and does round the product."""
     environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
     done = python("-c", FUSED, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Jagged nested tensors: the ops run on their values, or refuse with a sentence."""
+"""Tests jagged nested tensors: the ops run on their values, or refuse them with a message."""
 
 import copy
 import warnings
@@ -17,7 +17,7 @@ every_op = pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get
 
 
 def test_which_ops_run_on_rows() -> None:
-    """As the page of the operators says. The other tests here take the entries of ops.py as they are."""
+    """The ops handle nested tensors as docs/ops.md says. The other tests here read the entries of ops.py."""
     by_rows = {"muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "bias_gelu", "swiglu", "geglu", "dropout"}
     by_rows |= {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"}
     scans = {"cumsum", "logcumsumexp", "linear_recurrence"}
@@ -26,7 +26,7 @@ def test_which_ops_run_on_rows() -> None:
 
 
 def offsets(device: str) -> Tensor:
-    """The offsets of four rows with 3, 0, 4 and 1 elements."""
+    """Returns the offsets of four rows with 3, 0, 4 and 1 elements."""
     return torch.tensor([0, 3, 3, 7, 8], device=device)
 
 
@@ -37,7 +37,7 @@ def test_nested_is_on_values(spec: OpSpec, shape: tuple[int, ...], device: str) 
     lengths = offsets(device)
     for sample in spec.sample_inputs(maker(device, torch.float32), shape):
         if any(isinstance(arg, tuple) and len(arg) == len(shape) for arg in sample.args):
-            continue  # normalizes over the jagged dimension; test_refused has that
+            continue  # normalizes over the jagged dimension, which test_refused tests
 
         def run(is_nested: bool, sample=sample) -> list[Tensor]:
             leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in sample.args]
@@ -67,13 +67,13 @@ def test_converted_modules(norm: torch.nn.Module, device: str) -> None:
     assert convert(ours).changed
     values = torch.randn(8, 6, device=device)
     x = torch.nested.nested_tensor_from_jagged(values, offsets(device))
-    with warnings.catch_warnings():  # PyTorch's rms_norm warns that it is not fused here
+    with warnings.catch_warnings():  # PyTorch's rms_norm warns that it is not fused for nested tensors
         warnings.simplefilter("ignore")
         torch.testing.assert_close(ours(x).values(), stock(x).values())
 
 
 def refused() -> dict[str, tuple]:
-    """Each sentence, and a call that raises it."""
+    """Returns each error message with a call that raises it."""
     values, weight = torch.ones(8, 6), torch.ones(6)
     x = torch.nested.nested_tensor_from_jagged(values, offsets("cpu"))
     others = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 2, 4, 8]))

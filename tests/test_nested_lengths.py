@@ -1,4 +1,4 @@
-"""Jagged nested tensors with lengths: between the rows of two tensors there may be rows that belong to none."""
+"""Tests jagged nested tensors with lengths, whose values may contain rows that belong to no component."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ OFFSETS, LENGTHS = (0, 3, 3, 7, 9), (2, 0, 4, 1)
 @pytest.mark.parametrize("shape", [(9, 6), (9, 4, 6)], ids=str)
 @pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get(x.name) is BY_ROWS], ids=str)
 def test_lengths_stay(spec: OpSpec, shape: tuple[int, ...], device: str) -> None:
-    """Results and gradients are nested as the input is, and have the bits of a call on values()."""
+    """Results and gradients have the input's offsets and lengths, and the bits of a call on values()."""
     offsets, lengths = (torch.tensor(each, device=device) for each in (OFFSETS, LENGTHS))
 
     def jagged(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""python -m extension_cpp new --schema: what it reads and refuses, and that what it writes compiles and passes."""
+"""Tests `new --schema`: which schemas it reads or refuses, and that its files compile and pass."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from tests import test_scaffold
 from tests.forked import python
 from tests.test_scaffold import contents, lint, run, with_objects
 
-tree = test_scaffold.tree  # a fixture
+tree = test_scaffold.tree  # imports the fixture
 SCHEMAS = [
     "f(Tensor x) -> Tensor",
     "f(Tensor x, Tensor? bias=None, float eps=1e-05, bool flag=False) -> (Tensor y, Tensor z)",
@@ -116,7 +116,7 @@ def test_options_of_a_schema_go_with_one(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "error: --dtype goes with --schema\n"
 
 
-# The names are nobody's: a reader's op may have any other.
+# The names must differ from those of any op that a reader may add.
 PLANTED = {
     "planted_topk": [
         *["planted_topk(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)", "--dtype", "indices=int64"],
@@ -186,7 +186,7 @@ def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.Capt
 
 
 def check_syntax(csrc: Path) -> None:
-    """The C and C++ of the planted ops compile without a warning."""
+    """Checks that the C and C++ of the planted ops compile without a warning."""
     warnings = [
         "-fsyntax-only",
         "-fvisibility=hidden",
@@ -209,7 +209,7 @@ WRITE = "write the formula"
 
 
 def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[str]]:
-    """The tests of these ops that fail without a word of the formula, and those that say where it is missing."""
+    """Runs the tests of these ops. Returns the failed tests that do not mention a missing formula, and the others."""
     words = " or ".join(names)
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *files, "-k", words, cwd=tree)
     reports = re.split(r"\n_{3,} (\S+) _{3,}\n", done.stdout)
@@ -232,7 +232,7 @@ def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     for name, formula in FORMULAS.items():
         text = re.sub(rf" +raise NotImplementedError\(.* of {name} in .*", indent(formula, "    "), text)
     reference.write_text(text)
-    others, missing = battery(tree, [*PLANTED], "tests/battery")  # each names the kernels
+    others, missing = battery(tree, [*PLANTED], "tests/battery")  # each failure names the kernels that lack a formula
     assert not others and missing
 
 

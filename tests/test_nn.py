@@ -1,4 +1,4 @@
-"""The modules: which ops they call, and what users of torch.nn expect from a module."""
+"""Tests which ops the modules call, and what users of torch.nn expect from a module."""
 
 import ast
 import copy
@@ -51,7 +51,7 @@ def test_copies_and_pickles(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("module", MODULES + ADD, ids=lambda module: type(module).__name__)
 def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
-    """An exported program works for any number of rows after it was saved and loaded. It contains the operators with a
+    """An exported program works for any number of rows after it is saved and loaded. It contains the operators with a
     derivative, not the no-grad overloads."""
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     inputs = tuple(torch.randn(4, 33) for _ in range(1 + (module in ADD)))
@@ -69,8 +69,8 @@ def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
 
 @pytest.mark.slow
 def test_ahead_of_time_inductor(tmp_path) -> None:
-    """A library that AOTInductor compiles from a program calls our ops, for any number of rows. The quick tier compiles
-    one of every op (tests/battery/test_graphs.py), and exports these modules."""
+    """A library that AOTInductor compiles from a program calls our ops, for any number of rows. The quick tier exports
+    these modules, and compiles one library with every op in tests/battery/test_graphs.py."""
     model = torch.nn.Sequential(LayerNorm(33), torch.nn.Linear(33, 8), RMSNorm(8))
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_modules_call_their_ops() -> None:
 
 @pytest.mark.parametrize("kind, torch_kind", [(ReLU, torch.nn.ReLU), (Mish, torch.nn.Mish)])
 def test_inplace_activations(kind: type, torch_kind: type) -> None:
-    """The input is overwritten and returned. The gradient is that of torch.nn's module."""
+    """An in-place module overwrites and returns its input. The gradient is that of torch.nn's module."""
     ours, theirs = kind(inplace=True), torch_kind(inplace=True)
     assert isinstance(ours, torch_kind) and repr(ours) == repr(theirs)
     leaf = torch.randn(4, 33, requires_grad=True)
@@ -109,7 +109,7 @@ def test_inplace_activations(kind: type, torch_kind: type) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_onnx_does_not_know_the_operators(dynamo: bool) -> None:
-    """docs/compatibility.md says so. Each exporter names the operator, for which a user may give it a translation."""
+    """ONNX export fails, as docs/compatibility.md says, and names the operator, which a user may translate."""
     if dynamo and importlib.util.find_spec("onnxscript") is None:
         pytest.skip("onnxscript, which this exporter needs, is not installed")
     model = torch.nn.Sequential(LayerNorm(8))
@@ -149,7 +149,7 @@ def test_trains_in_a_sequential_model(device: str) -> None:
 
 
 def test_third_derivative_of_mish_is_refused() -> None:
-    """It raises an error. An op without autograd would silently give zero."""
+    """The third derivative of mish raises an error. An op without autograd would silently give zero."""
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(extension_cpp.mish(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
@@ -238,7 +238,8 @@ def test_scripting_a_loss_gets_a_sentence(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("name", ["Softmax", "LogSoftmax"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_softmax_beside_torch(name: str, dim: int, device: str) -> None:
-    """The bound is 8 roundings of half an eps each, for sums of 3 to 5 terms, relative to the largest result."""
+    """The softmax modules give torch.nn's results up to 8 roundings of half an eps each, for sums of 3 to 5 terms,
+    relative to the largest result."""
     ours, stock = getattr(extension_cpp.nn, name)(dim=dim), getattr(torch.nn, name)(dim=dim)
     assert repr(ours) == repr(stock) and isinstance(ours, type(stock))
     x = torch.randn(3, 4, 5, device=device)
@@ -318,7 +319,7 @@ def test_linear_cross_entropy_loss(device: str) -> None:
 
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
-    """Only imports at module level count: imports inside functions may form a circle."""
+    """No modules of the package import each other in a circle at module level, but imports inside functions may."""
     imports: dict[str, set[str]] = {}
     package = Path(extension_cpp.__file__).parent
     files = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}
@@ -337,7 +338,7 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
 
 
 def test_the_mechanism_knows_no_op() -> None:
-    """A new op is a folder, a module and an entry; what registers it stays as it is."""
+    """Registration code names no op, so that a new op does not change it."""
     package = Path(extension_cpp.__file__).parent
     word = re.compile(rf"\b({'|'.join(extension_cpp.ops.__all__)})\b")
     for path in (*package.glob("registration/*.py"), package / "distributed" / "sharding.py"):
@@ -345,7 +346,7 @@ def test_the_mechanism_knows_no_op() -> None:
 
 
 def test_out_of_memory_gets_a_sentence() -> None:
-    """The message begins like PyTorch's (on a GPU "CUDA out of memory.") and shows no build path."""
+    """An allocation that fails raises a message that begins like PyTorch's and shows no build path."""
     with pytest.raises(RuntimeError) as error:
         extension_cpp.relu(torch.empty(1).expand(1 << 48))
     sentence = "Out of memory. extension_cpp tried to allocate a tensor of shape [281474976710656] on cpu"

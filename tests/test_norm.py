@@ -1,4 +1,4 @@
-"""What only the norms promise: mixed dtypes, many rows, frozen weights, the modules, two GPUs."""
+"""Tests what only the norms promise: mixed dtypes, many rows, frozen weights, the modules, and two GPUs."""
 
 import itertools
 import threading
@@ -26,8 +26,8 @@ HALF = [torch.bfloat16, torch.float16]
 def test_weights_of_half_inputs(
     dtype: torch.dtype, weights: str, rows: int, cols: int, name: str, given: str, device: str
 ) -> None:
-    """Weight and bias, or one of them, in float32 or in x's type. The result has x's dtype, and each gradient its
-    leaf's; values are near float64's."""
+    """Results are near float64's if weight, bias or both are in float32 or in x's dtype. The result has x's dtype, and
+    each gradient has the dtype of its leaf."""
     rows = rows_for(device, rows, cols)
     x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
     weight_dtype = torch.float32 if weights == "float32" else dtype
@@ -46,7 +46,7 @@ def test_weights_of_half_inputs(
     assert (y.double() - exact).abs().max() <= 2 * eps * exact.abs().max()
     for got, want, of in zip(gradients, exact_gradients, inputs, strict=True):
         assert got.dtype == of.dtype
-        # grad_x is rounded to x's type. Weight gradients are float32 sums of `rows` products, rounded to their type.
+        # grad_x is rounded to x's dtype. Weight gradients are rounded float32 sums of `rows` products.
         bound = 2 * eps if of is x else rows * torch.finfo(torch.float32).eps + torch.finfo(of.dtype).eps
         assert (got.double() - want).abs().max() <= bound * want.abs().max()
 
@@ -74,8 +74,7 @@ def test_backward_saves_x_itself_and_numbers_a_row(name: str, device: str) -> No
 
 
 def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
-    """The default eps for half types is float32's. x is of the size of sqrt(eps), so that another eps would give
-    another result."""
+    """The default eps for half types is float32's. x is near sqrt(eps), so that eps matters."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x = torch.full((3, 8), 2.0**-13 if dtype is not torch.float64 else 2.0**-27, device=device, dtype=dtype)
         torch.testing.assert_close(extension_cpp.rms_norm(x, (8,)), reference.rms_norm(x, (8,)))
@@ -97,14 +96,13 @@ def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device:
 @pytest.mark.parametrize("cols", [33, 64, 1000, 5120, 20000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, cols: int, device: str) -> None:
-    """The kernels sum the variance around an estimate of the mean, taken from the first elements. A bad estimate must
-    not cost accuracy."""
+    """A bad estimate of the mean, which kernels take from the first elements for the variance, costs no accuracy."""
     for far, count in itertools.product((1e3, -1e5), (1, 16, 31, 32)):
         x = torch.randn(5, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x[:, :count] += far
         x = x.to(dtype).to(device).requires_grad_()
         exact = x.detach().double().requires_grad_()
-        if dtype is torch.float64:  # PyTorch's float64 is not more accurate than ours; two passes are
+        if dtype is torch.float64:  # two passes in float64, which are more exact than PyTorch's float64 kernel
             centered = exact - exact.mean(-1, keepdim=True)
             want = centered * (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         else:
@@ -119,8 +117,7 @@ def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, col
 
 @pytest.mark.parametrize("cols", [24, 33, 768, 1025, 1536, 6144, 20484, 20483, 49152])
 def test_float32_rows_of_one_value_have_no_negative_variance(cols: int, device: str) -> None:
-    """In a row of equal elements the deviations are rounding errors. A difference of their squares may be negative, and
-    rstd would be NaN."""
+    """rstd is finite for rows of equal elements, where a difference of squares could be negative by rounding."""
     x = (torch.rand(64, 1, device=device) * 10 ** torch.linspace(0, 9, 64, device=device)[:, None]).expand(-1, cols)
     y, mean, rstd = torch.ops.extension_cpp.layer_norm(x.contiguous(), (cols,), None, None, 1e-12)
     assert y.isfinite().all() and rstd.isfinite().all()
@@ -130,12 +127,12 @@ def test_float32_rows_of_one_value_have_no_negative_variance(cols: int, device: 
 @pytest.mark.parametrize("cols", [8, 33, 1025, 4096, 16384, 20008, 20011, 40960, 50257, 131072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_whose_squares_are_beyond_float(dtype: torch.dtype, cols: int, device: str) -> None:
-    """For numbers up to 1e16 the sum of squares fits into float, but the square of the sum of half a row does not."""
+    """For numbers up to 1e16 the sum of squares fits into float32, but the square of the sum of half a row does not."""
     x = (10 ** torch.linspace(0, 16, 33, device=device))[:, None].repeat(1, cols).to(dtype)
     x[:, cols // 2 :].neg_()
     y = extension_cpp.layer_norm(x, (cols,))
     exact = torch.nn.functional.layer_norm(x.double(), (cols,))
-    statistics = 4 * torch.finfo(torch.float32).eps * cols**0.5  # the statistics are float32's, y is rounded again
+    statistics = 4 * torch.finfo(torch.float32).eps * cols**0.5  # statistics are float32, and y is rounded again
     assert (y - exact).abs().max() <= (statistics + torch.finfo(dtype).eps) * exact.abs().max()
 
 
@@ -164,7 +161,7 @@ def test_only_what_needs_a_gradient_gets_one(dtype: torch.dtype, rows: int, cols
 
 @every_norm
 def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
-    """Sums over 131072 rows: in bfloat16 they would stop growing at 256."""
+    """Weight gradients over 131072 rows are right. Sums in bfloat16 would stop growing at 256."""
     x = torch.randn(131072, 64, device=device).bfloat16()
     weight = torch.ones(64, device=device, requires_grad=True)
     bias = torch.zeros(64, device=device, requires_grad=True)
@@ -175,7 +172,7 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
     exact = getattr(reference, name)(*norm_arguments(name, x.double(), *doubles))
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
     for a, b in zip(got, want, strict=True):
-        # Partial sums in float32 of terms near 1: the errors grow as sqrt(rows), relative to a sum of up to rows.
+        # For float32 partial sums of terms near 1, the error grows as sqrt(rows), relative to a sum of up to `rows`.
         assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.float32).eps * 131072**0.5 * max(b.abs().max(), 1)
 
 
@@ -204,8 +201,7 @@ def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: s
 
 @pytest.mark.parametrize("module", [LayerNorm(48), RMSNorm(48)], ids=lambda module: type(module).__name__)
 def test_gradients_accumulate_over_micro_batches(module: torch.nn.Module, device: str) -> None:
-    """With float32 weights and bfloat16 activations, the gradients of four micro-batches add up to that of the whole
-    batch."""
+    """With float32 weights and bfloat16 activations, gradients of four micro-batches add up to the whole batch's."""
     module = module.to(device)
     x, grad_out = (torch.randn(64, 48, device=device).bfloat16() for _ in range(2))
     module.zero_grad()
@@ -255,7 +251,7 @@ def test_empty_as_pytorch(name: str, shape: tuple, normalized: tuple, device: st
 @every_norm
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_and_one_model_a_gpu_in_two_threads(name: str) -> None:
-    """Calls on device 1 while device 0 is current; then on both at once."""
+    """Calls run on device 1 while device 0 is current, and in two threads on both devices at once."""
     cases = {}
     for index in range(2):
         x = torch.randn(300, 16384, generator=torch.Generator().manual_seed(index)).to(f"cuda:{index}").requires_grad_()

@@ -1,5 +1,4 @@
-"""The norms' kernels, of which there are many on a GPU: all widths, few and many rows, all alignments, and strided
-rows."""
+"""Tests the norms' kernels, of which a GPU has many: all widths, few and many rows, all alignments, strided rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights: torch.dtype, device: str) -> None:
-    """Compares the gradients with float64's."""
+    """Checks that the gradients are near float64's."""
     x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(weights) for _ in range(2))
 
@@ -31,14 +30,14 @@ def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights
     got = gradients(getattr(extension_cpp, name), x, weight, bias)
     want = gradients(getattr(reference, name), *(t.detach().double() for t in (x, weight, bias)))
     for a, b in zip(got, want, strict=True):
-        # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The others are sums in
-        # trees of log2(cols) roundings.
+        # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The other gradients are
+        # sums in trees with log2(cols) roundings.
         sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
         assert ((a.double() - b).abs() <= torch.finfo(a.dtype).eps * b.abs() + sums * b.abs().max()).all(), cols
 
 
 def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
-    """Problems (op, dtype, rows, columns) for each row of the table of plans (csrc/rows/plan.h).
+    """Returns problems (op, dtype, rows, columns) for each row of the table of plans (csrc/rows/plan.h).
 
     A row of the table has one problem for each number of threads within a warp, and one for more than a warp.
     """
@@ -86,13 +85,13 @@ def test_every_plan(device: str) -> None:
         check(spec, next(iter(spec.sample_inputs(maker(device, getattr(torch, dtype)), (rows, cols)))))
 
 
-ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # of 4096; the first five are enough for the CPU's parts of 64 rows
+ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # out of 4096 rows; the first five suffice for the CPU's parts of 64
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """A row has the same bits in a call with few rows as in a call with 4096 rows, on the CPU with 300."""
+    """A row has the same bits in a call with few rows as in a call with 4096 rows, or with 300 rows on the CPU."""
     all_rows, row_counts = (300, ROW_COUNTS[:5]) if device == "cpu" else (4096, ROW_COUNTS)
     widths = (31, 64, 257, 1024) if device == "cpu" else (31, 64, 257, 768, 1024, 1025, 2560, 4096, 8192, 20480, 40000)
     for cols in widths:
@@ -112,7 +111,7 @@ def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_a_row_does_not_depend_on_how_many_there_are(
     dtype: torch.dtype, gap: int, cols: int, name: str, device: str
 ) -> None:
-    """On a GPU, large tensors use an L2 policy, and another cluster may process a row. The bits are the same."""
+    """A row has the same bits alone and in a large tensor, for which a GPU uses an L2 policy and other clusters."""
     parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels
     step = max(1, size // (cols * dtype.itemsize) // 8) * 8  # parts begin at multiples of 16 bytes
     x, grad_out = (torch.randn(parts * step, cols + gap, device=device).to(dtype)[:, :cols] for _ in range(2))
@@ -142,7 +141,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(
 def test_gradients_of_large_tensors(
     dtype: torch.dtype, weights: str, cols: int, mib: int, name: str, device: str
 ) -> None:
-    """On a GPU, smaller tensors use other kernels."""
+    """Gradients of large tensors are right. On a GPU, smaller tensors use other kernels."""
     if device == "cpu" and mib != 34:
         pytest.skip("the number of rows decides only on the GPU which kernel takes them")
     rows = (mib << 20) // (2 * cols) // (1 if device == "cuda" else 64)
@@ -154,7 +153,8 @@ def test_gradients_of_large_tensors(
     "dtype, weights", [(torch.float32, torch.float32), *((x, w) for x in HALF for w in (x, torch.float32))], ids=str
 )
 def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name: str, device: str) -> None:
-    """On a GPU the kernel depends on the width and on the kind of weights. Smaller tensors would use other kernels."""
+    """Gradients are right for every width and kind of weights, on which a GPU's kernel depends. Smaller tensors use
+    others."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = (17 << 20) // (dtype.itemsize * cols) // (1 if device == "cuda" else 128) + 1
         check_gradients(name, rows, cols, dtype, weights, device)
@@ -169,7 +169,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name
     ids=str,
 )
 def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
-    """On a GPU the kernel depends on the width, the kind of weights and whether rows are few or many."""
+    """Forward is right for every width, kind of weights, and few or many rows, on which a GPU's kernel depends."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         x = torch.randn(rows, cols, device=device).to(dtype)
@@ -200,7 +200,8 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
     ids=str,
 )
 def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: int, name: str, device: str) -> None:
-    """On a GPU these weights have other kernels than weights of x's type, with one or two shapes for each width."""
+    """Wide rows are right for weights of another dtype than x or no weights, which have kernels of their own on a GPU,
+    with one or two shapes for each width."""
     rows = (130 << 20) // (cols * dtype.itemsize) // (1 if device == "cuda" else 256)
     x = torch.randn(rows, cols, device=device).to(dtype)
     pair = (None, None) if weights == "none" else [torch.randn(cols, device=device) for _ in "wb"]
@@ -221,8 +222,8 @@ def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: in
 def test_wide_rows_do_not_depend_on_those_behind_them(
     dtype: torch.dtype, weights: torch.dtype, cols: int, name: str, device: str
 ) -> None:
-    """On a GPU a cluster processes several rows, the last cluster perhaps fewer. compute-sanitizer sees a write beyond
-    the last row."""
+    """A row does not depend on the rows after it. On a GPU a cluster processes several rows, the last cluster perhaps
+    fewer. compute-sanitizer detects a write beyond the last row."""
     x = torch.randn(33, cols, device=device).to(dtype)
     weight, bias = (torch.randn(cols, device=device).to(weights) for _ in "wb")
     whole = getattr(extension_cpp, name)(*norm_arguments(name, x, weight, bias))
@@ -234,7 +235,8 @@ def test_wide_rows_do_not_depend_on_those_behind_them(
 @every_norm
 @pytest.mark.parametrize("rows", [1, 7, 20, 37])
 def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
-    """The scratch for partial weight gradients is no larger than the rows. compute-sanitizer sees a write beyond it."""
+    """Gradients of few wide rows are right. Scratch memory for partial weight gradients is no larger than the rows, and
+    compute-sanitizer detects a write beyond it."""
     x, grad_out = (torch.randn(rows, 50257, device=device).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(50257, device=device, requires_grad=True) for _ in range(2))
     inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
@@ -251,8 +253,8 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layout: str, device: str) -> None:
-    """On a GPU the widest clusters or the plain kernels process these rows. Shared memory holds a row as a whole or in
-    part, and widths are whole vectors or odd. Every run gives the same bits."""
+    """Rows that are too wide for one cluster's shared memory are right: the widest clusters or the plain kernels
+    process them, with a whole row or a part of it in shared memory. Every run gives the same bits."""
     if device != "cuda":
         pytest.skip("the width decides only on the GPU which kernel takes a row")
     for shape in [(40, 131081), (40, 163848), (9, 262144), (9, 270345), (3, 1 << 20)]:
@@ -266,8 +268,8 @@ def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layou
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, elements: int, device: str) -> None:
-    """x begins `elements` after a multiple of 16 bytes, or grad_out begins one element after it; weights stay aligned.
-    On a GPU also for rows that shared memory holds in part."""
+    """Rows are right if x begins `elements` after a multiple of 16 bytes, or grad_out one element after it. Weights
+    stay aligned. A GPU also has rows of which shared memory holds only a part."""
     make = maker(device, dtype)
 
     def make_off(shape: Sequence[int]) -> Tensor:
@@ -304,8 +306,7 @@ def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, dev
 @pytest.mark.parametrize("rows, cols", [(40, 1024), (2100, 320), (2100, 1024), (2100, 1025), (40, 50257)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: int, device: str) -> None:
-    """If x or grad_out or both are slices, the gradients are those of contiguous copies, on a GPU with the same
-    bits."""
+    """If x, grad_out or both are slices, the gradients are those of contiguous copies, on a GPU with the same bits."""
     wide_x, wide_grad = (torch.randn(rows, cols + 8, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype).requires_grad_() for _ in range(2))
 

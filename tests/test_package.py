@@ -1,4 +1,4 @@
-"""A package of new-package as a product: its first op and others from schemas, its own commands, its updates."""
+"""Tests a package made by new-package: its first op, further ops from schemas, its commands, and its updates."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ from tests import test_scaffold
 from tests.test_new_operator import battery
 from tests.test_scaffold import LONG, contents, environment, lint, refused, run, run_python
 
-tree = test_scaffold.tree  # a fixture
+tree = test_scaffold.tree  # imports the fixture
 FIRST = ["--schema", "planted_scale(Tensor x, float scale=1.0) -> Tensor", "--grad", "x"]
 SECOND = ["--schema", "planted_pick(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)"]
 SECOND += ["--dtype", "indices=int64", "--shape", "weights=[*logits[:-1], k]", "indices=weights"]
@@ -35,7 +35,7 @@ def without_torch(tree: Path, *words: object) -> subprocess.CompletedProcess[str
 
 
 def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
-    """And change the tree that --in names, by its own command."""
+    """Commands that write sources import no torch. With --in they change the named tree, by its own command."""
     folder, whole = tree.parent / "made", contents(tree)
     done = without_torch(tree, "new-package", folder, "--name", "my_kernels", *FIRST)
     assert done.returncode == 0, done.stderr
@@ -50,13 +50,13 @@ def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
 
 
 def test_ops_of_schemas_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first op and a second one, which the package's own command writes."""
+    """Files of ops from schemas are formatted, those of the first op and of one by the package's own command."""
     name = LONG
     folder = make(tmp_path / "a pâckage", *FIRST, "--op", "planted_scale", name=name)
     run_python("-m", name, "new", "planted_pick", *SECOND, cwd=folder)
     lint(folder, mypy=False)
     monkeypatch.chdir(folder / name / "csrc")
-    assert command.main(["new", "planted_pick", *SECOND]) == 1  # it has the op
+    assert command.main(["new", "planted_pick", *SECOND]) == 1  # the package already has the op
     ops = (folder / name / "ops.py").read_text()
     assert re.search(r'__all__ = \[[^]]*"planted_scale",\n    "planted_pick",\n\]', ops)
     changes_of_first = (folder / "CHANGELOG.md").read_text()
@@ -92,7 +92,7 @@ def test_a_package_names_no_file_that_it_lacks(tmp_path: Path) -> None:
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     roots = "csrc|docs|scripts|tests|benchmarks|examples|templates|functional|registration|command|convert|common"
     word = re.compile(rf"(?<![\w/.}}-])(?:my_kernels/)?(?:{roots})/[\w/.-]*\w(?![\w/.{{-])")
-    written = {"csrc/my_op", "tests/test_my_op.py"}  # what the reader will write
+    written = {"csrc/my_op", "tests/test_my_op.py"}  # files that the reader will write
     lacking = []
     for path in files:
         text = (folder / path).read_text()
@@ -112,7 +112,7 @@ def test_an_update_brings_what_the_user_left_alone(
     folder = make(tmp_path / "made")
     copies = package.copies()
     assert command.main(["new-package", "--update", str(folder)]) == 0
-    assert "Changed" not in capsys.readouterr().out  # the version is the same
+    assert "Changed" not in capsys.readouterr().out  # because the version is the same
     judge = folder / "tests" / "judge.py"
     original = judge.read_text()
     judge.write_text("# mine\n")
@@ -137,7 +137,7 @@ def test_an_update_brings_what_the_user_left_alone(
     assert changed == (expected | {package.MANIFEST}) - {"tests/judge.py"}
     assert after.keys() - before.keys() == {Path("tests/also_new.py")} and Path(gone) not in after
     capsys.readouterr()
-    assert command.main(["new-package", "--update", str(folder)]) == 0  # nothing is new, and the same files stay
+    assert command.main(["new-package", "--update", str(folder)]) == 0  # nothing is new, and all files stay the same
     assert contents(folder) == after
     assert capsys.readouterr().out.split("because you changed them:\n")[1].split("Next")[0].split() == left
     judge.write_text(original)

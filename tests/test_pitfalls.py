@@ -1,14 +1,14 @@
-"""The wrong code in docs/pitfalls*.md: each diff there is applied to a copy, built, and must be caught by a test.
+"""Tests the wrong code in docs/pitfalls*.md: each diff is applied to a copy, built, and must be caught by a test.
 
-A diff's first lines name the file, the op and the test:
+The first lines of a diff name the file, the op and the test:
 
     --- extension_cpp/csrc/relu/relu_cpu_kernel.h
     +++ nan_swallowed: relu, test_nan_and_inf_at_each_position
 
-The test may be "import": the import of the package fails.
+The test "import" means that the import of the package fails.
 
-Only the objects that see the change are compiled, at the instruction set that runs here, and linked with the rest of
-the last build. Mutants of CUDA code need a GPU, one of a test of the slow tier needs --slow.
+Only objects that the diff changes are compiled, at this machine's instruction set, and linked with the objects of the
+last build. Diffs of CUDA code need a GPU, and diffs for a test of the slow tier need --slow.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ SLOW = "test_more_than_two_to_the_31_elements"
 
 @dataclass(frozen=True)
 class Mutant:
-    file: Path  # from the root
+    file: Path  # relative to the root of the repository
     name: str
     op: str
     test: str
@@ -69,7 +69,7 @@ def ninja(tool: str) -> str:
 
 
 def objects_of(mutant: Mutant) -> list[str]:
-    """The objects that see the change: of the op's folder, and of the instruction set that runs here."""
+    """Returns the objects that the change affects, of the op's folder and of this machine's instruction set."""
     others = set(build_library.X86_LEVELS) - {level_here()}
     folder = mutant.file.parent.name
     if "common" in mutant.file.parts:
@@ -90,7 +90,7 @@ def objects_of(mutant: Mutant) -> list[str]:
 
 
 def build(mutant: Mutant, csrc: Path, library: Path) -> None:
-    """Compiles what the change reaches, from the sources in csrc, and links it with the objects of the last build."""
+    """Compiles the objects that the change affects, from csrc, and links them with those of the last build."""
     commands = {entry["output"]: shlex.split(entry["command"]) for entry in json.loads(ninja("compdb"))}
     replaced = {name: str(library.parent / name.replace("/", "_")) for name in objects_of(mutant)}
 
@@ -101,7 +101,7 @@ def build(mutant: Mutant, csrc: Path, library: Path) -> None:
 
     for name, path in replaced.items():
         command = commands[name]
-        if "-include" in command:  # the precompiled header, which holds other headers as they were
+        if "-include" in command:  # omits the precompiled header, which contains other headers as they were
             at = command.index("-include")
             command = command[:at] + command[at + 2 :]
         run(command, {name: path, f"{name}.d": f"{path}.d"})
@@ -109,7 +109,7 @@ def build(mutant: Mutant, csrc: Path, library: Path) -> None:
 
 
 def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What the test says of the mutant: a copy of the package, with the op's spec alone."""
+    """Runs the test on a copy of the package with the change, and with only the op's spec."""
     shutil.copytree(
         extension_cpp.LIBRARY.parent, folder / "extension_cpp", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -126,7 +126,7 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
         build(mutant, folder / "extension_cpp" / "csrc", folder / "extension_cpp" / build_library.LIBRARY)
     if mutant.test == "import":
         return python("-c", "import extension_cpp", cwd=folder)
-    # To collect the other files of the battery, and to rewrite all assertions of the copy, takes most of the time.
+    # Only files with the test are collected, without rewritten assertions, because both take most of the time.
     tests = [path for path in (folder / "tests").rglob("test_*.py") if f"def {mutant.test}(" in path.read_text()]
     command = ["-m", "pytest", "-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests, "-k", mutant.test]
     command += ["--device", "cuda" if mutant.cuda else "cpu", *(["--slow"] if mutant.test == SLOW else [])]
@@ -140,7 +140,7 @@ def buildable(request: pytest.FixtureRequest) -> None:
 
 
 def needs(mutant: Mutant, config: pytest.Config) -> str:
-    """What this run lacks; empty where nothing."""
+    """Says what this run lacks for the mutant, or returns ""."""
     if mutant.cuda and not torch.cuda.is_available():
         return "a CUDA mutant needs a GPU"
     if mutant.name == "device_guard_missing" and torch.cuda.device_count() < 2:
@@ -159,7 +159,7 @@ def test_right_code_is_what_the_sources_have(mutant: Mutant) -> None:
     assert mutant.right != mutant.wrong
 
 
-# One of C and one of Python; the slow tier builds the others.
+# The quick tier runs one diff of C and one of Python, and the slow tier runs all.
 QUICK = ("nan_swallowed", "fake_with_other_strides")
 
 

@@ -1,4 +1,4 @@
-"""The runner of planted errors judges a tree of tiny tests rightly, and each of its errors applies."""
+"""Tests the runner of planted errors: it classifies errors in a tree of tiny tests, and each of its errors applies."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_no_error_is_there_twice() -> None:
     "old, new, tests, verdict, test",
     [
         ("-= 1", "-= 2", "tests/test_large.py", "killed", "tests/test_large.py::test_f"),
-        ("-= 1", "-= 2", "tests", "killed", "tests/test_large.py::test_f"),  # test_broken fails without it, too
+        ("-= 1", "-= 2", "tests", "killed", "tests/test_large.py::test_f"),  # test_broken fails without the error, too
         ("return x", "return x + 1", "tests/test_end.py", "killed", "tests/test_end.py::test_end"),
         ("> 9", "> 8 + 1", "tests/test_large.py", "survived", ""),
         ("-= 1", "-= 2", "tests/test_end.py", "survived", ""),

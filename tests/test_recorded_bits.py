@@ -1,8 +1,8 @@
-"""Results have the bits that were recorded, on CPUs with FMA and on the GPUs of the record.
+"""Results have the recorded bits, on CPUs with FMA and on the GPUs of the record.
 
-`python -m tests.test_recorded_bits cpu` (or cuda) records those of this machine in recorded_bits.json. A change of one
-is a line of CHANGELOG.md: patch releases keep all of them. An op is recorded when it is released.
-linear_cross_entropy is left out, whose bits are those of PyTorch's matrix products.
+`python -m tests.test_recorded_bits cpu` (or cuda) records the bits of this machine in recorded_bits.json. A change of
+bits needs a line in CHANGELOG.md, and patch releases change none. An op is recorded when it is released.
+linear_cross_entropy is left out, because its bits are those of PyTorch's matrix products.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ SHAPES = [(5, 300), (3, 9001)]
 
 
 def make_exact(device: str, dtype: torch.dtype):
-    """A function make(shape) of multiples of 1/16 up to 4, which every PyTorch draws alike and every dtype holds."""
+    """Returns make(shape), which makes multiples of 1/16 up to 4: the same in every PyTorch, exact in every dtype."""
     generator = torch.Generator().manual_seed(1)
 
     def make(shape: Sequence[int]) -> Tensor:
@@ -38,7 +38,7 @@ def make_exact(device: str, dtype: torch.dtype):
 
 
 def digest(spec: OpSpec, dtype: torch.dtype, device: str) -> str:
-    """A hash of the results and gradients of the op's samples."""
+    """Returns a hash of the results and gradients of the op's samples."""
     made = hashlib.sha256()
     for shape in SHAPES:
         for sample in spec.sample_inputs(make_exact(device, dtype), shape):
@@ -48,7 +48,7 @@ def digest(spec: OpSpec, dtype: torch.dtype, device: str) -> str:
 
 
 def processor(device: str) -> str:
-    """The key of the record: processors with one key have the same bits."""
+    """Returns the key of the record. Processors with the same key have the same bits."""
     if device == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     level = ctypes.CDLL(extension_cpp.LIBRARY).extension_cpp_cpu_level

@@ -1,4 +1,4 @@
-"""What only reduce_sum promises; tests/specs/reduce_sum.py has the rest."""
+"""Tests what only reduce_sum promises; tests/specs/reduce_sum.py has the rest."""
 
 import itertools
 import os
@@ -11,8 +11,8 @@ from extension_cpp import reduce_sum
 from tests.forked import python
 from tests.opspec import DTYPES
 
-# Cases of the kernels: blocks of 32 columns, joined narrow rows, tiles of 1024 columns and of 512 bytes, rows for a
-# group of lanes, a warp or a CTA, and sums long enough to be cut into chunks.
+# Shapes for each case of the kernels: blocks of 32 columns, joined narrow rows, tiles of 1024 columns and of 512 bytes,
+# rows for a group of lanes, a warp or a CTA, and sums long enough to be cut into chunks.
 SHAPES = [
     (70000,),
     (300, 33),
@@ -31,8 +31,7 @@ SHAPES = [
 
 
 def layouts(shape, dtype, device):
-    """Tensors of the shape: contiguous, offset by one element, with reversed or rotated dimensions in memory, and
-    channels_last."""
+    """Yields tensors of the shape: contiguous, offset by an element, reversed or rotated dimensions, channels_last."""
 
     def make(*sizes):
         return torch.randn(sizes, dtype=torch.float64, device=device).to(dtype)
@@ -108,7 +107,7 @@ torch.save(sums, sys.argv[1])
 
 def test_same_bits_for_any_threads_and_instruction_set(tmp_path):
     saved = []
-    for level in ("baseline", "v3", "v4"):  # instead of a level that the machine lacks, its highest one runs
+    for level in ("baseline", "v3", "v4"):  # a machine without a level runs its highest level instead
         path = tmp_path / f"{level}.pt"
         environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
         done = python("-c", DETERMINISM, path, env=environment)
@@ -159,8 +158,8 @@ def test_dims_are_what_torch_takes(dim: object, device: str) -> None:
     "shape, dim", [((3, 70001), 1), ((70001, 3), 0), ((300, 40, 301), (0, 2)), ((700, 1100), None)]
 )
 def test_sums_that_cancel(shape: tuple[int, ...], dim: object, dtype: torch.dtype, device: str) -> None:
-    """Sums stay in double between passes and chunks, so the result is the exact sum rounded once, apart from float32
-    lanes of a few dozen terms. Partial sums exceed float16's range and are much larger than the total."""
+    """Sums stay in double between passes and chunks, so that the result is the exact sum rounded once, apart from
+    float32 lanes of a few dozen terms. Partial sums exceed float16's range and are much larger than the total."""
     generator = torch.Generator().manual_seed(0)
     size = 500.0 if dtype is torch.float16 else 1e4
     half = torch.randn(shape, generator=generator).mul(size).to(dtype)

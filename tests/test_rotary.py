@@ -1,5 +1,4 @@
-"""rotary_embedding compared with the functions of Hugging Face transformers, in the layouts of models, without
-copies."""
+"""Compares rotary_embedding with functions of Hugging Face transformers, in models' layouts and without copies."""
 
 import itertools
 
@@ -17,14 +16,14 @@ BATCH, HEADS, KEY_HEADS, TOKENS = 2, 6, 2, 9
 
 
 def angles(width: int, device: str) -> tuple[Tensor, Tensor]:
-    """cos and sin of angles (BATCH, TOKENS, width / 2). Each sequence begins at its own position."""
+    """Returns cos and sin of angles (BATCH, TOKENS, width / 2). Each sequence begins at its own position."""
     position = torch.arange(TOKENS, device=device)[None, :, None] + torch.tensor([[[0]], [[100]]], device=device)
     angle = position * 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
     return angle.cos(), angle.sin()
 
 
 def packed(width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """q and k as views of the output of one linear layer: the heads of q, k and v are neighbours in each token."""
+    """Returns q and k as views of one linear layer's output: in each token the heads of q, k and v are adjacent."""
     heads = HEADS + 2 * KEY_HEADS
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(BATCH, TOKENS, heads * width, generator=generator).to(device, dtype)
@@ -33,8 +32,7 @@ def packed(width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """The results are two products and a sum of numbers up to 5. transformers rounds each step, and our op rounds
-    once."""
+    """Checks sums of two products of numbers up to 5. transformers rounds each step, and our op rounds once."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * 5 * torch.finfo(ours.dtype).eps)
 
@@ -53,7 +51,7 @@ def test_as_llama(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_phi_and_gpt_neox(dtype: torch.dtype, device: str) -> None:
-    """These models rotate the first part of each row and keep the rest."""
+    """The op rotates the first part of each row and keeps the rest, as Phi and GPT-NeoX do."""
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
     q, k = packed(80, dtype, device)
@@ -67,7 +65,7 @@ def test_as_phi_and_gpt_neox(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_cohere_and_gpt_j(dtype: torch.dtype, device: str) -> None:
-    """These models rotate neighbours, and each factor occurs twice in a row."""
+    """With interleaved=True the op rotates adjacent elements, as Cohere and GPT-J do. Each factor occurs twice."""
     from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
     from transformers.models.gptj import modeling_gptj
 
@@ -96,8 +94,8 @@ def test_float_factors_beside_half(interleaved: bool, device: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_backward_with_unequal_halves(interleaved: bool, device: str) -> None:
-    """The gradient is the product with the transposed matrix, which the op gives for unit vectors. Each pair has four
-    independent factors."""
+    """The gradient is the product with the transposed matrix, which the op gives for unit vectors. Pairs have four
+    factors."""
     width = 6
     cos, sin = factors(maker(device, torch.float64), (TOKENS, width))
     eye = torch.eye(width, device=device, dtype=torch.float64)[:, None].expand(width, TOKENS, width)
@@ -110,8 +108,8 @@ def test_backward_with_unequal_halves(interleaved: bool, device: str) -> None:
     torch.testing.assert_close(ours, torch.einsum("hto,fto->htf", grad, matrix))
 
 
-# The widths of a row and of its rotated part. Halves are whole vectors of 16, 8 or 4 bytes, or not; the rest has one or
-# two vectors. On the CPU they are one block, several blocks, and tails.
+# Widths of a row and of its rotated part. On a GPU, halves are whole vectors of 16, 8 or 4 bytes, or no whole vectors,
+# and the rest has one or two vectors. On the CPU they are one block, several blocks, or have tails.
 WIDTHS = [(64, 64), (128, 128), (80, 32), (96, 96), (72, 48), (40, 24), (20, 8), (18, 12), (10, 10), (7, 6), (5, 0)]
 WIDTHS += [(256, 192), (65, 64), (200, 136)]
 
@@ -119,8 +117,8 @@ WIDTHS += [(256, 192), (65, 64), (200, 136)]
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_widths_and_layouts(dtype: torch.dtype, interleaved: bool, device: str) -> None:
-    """q and k are contiguous, views of packed memory, or unaligned. The heads are not a multiple of a thread's heads,
-    and the tokens not a multiple of a tile."""
+    """Results are right for q and k that are contiguous, views of packed memory, or unaligned. The heads are no
+    multiple of a thread's heads, and the tokens no multiple of a tile."""
     make = maker(device, dtype)
     for (width, rotated), heads in zip(WIDTHS, itertools.cycle([(1, 1), (6, 2), (4, 0), (7, 1), (0, 3)]), strict=False):
         for layout in ("contiguous", "packed", "offset"):
@@ -154,8 +152,7 @@ def test_reads_rows_where_they_lie(rows: str, device: str) -> None:
 
 
 def test_results_in_the_order_of_the_inputs(device: str) -> None:
-    """For packed inputs the results are (batch, tokens, heads, width) in memory, which attention reads without a
-    copy."""
+    """For packed inputs results are (batch, tokens, heads, width) in memory, which attention reads without a copy."""
     q, k = packed(64, torch.bfloat16, device)
     cos, sin = (torch.cat([f, f], -1).bfloat16() for f in angles(64, device))
     for y in extension_cpp.rotary_embedding(q, k, cos, sin):
@@ -176,8 +173,7 @@ def test_one_result_used(device: str) -> None:
 
 
 def test_autocast_of_mixed_dtypes(device: str) -> None:
-    """Autocast converts q and k to the wider of their types. It converts the factors to that type too, or to float32
-    beside half types."""
+    """Autocast converts q and k to the wider of their types. The factors get it, too, or float32."""
     q, k = packed(64, torch.float32, device)
     cos, sin = (torch.cat([f, f], -1) for f in angles(64, device))
     half = torch.bfloat16

@@ -1,5 +1,5 @@
-"""Rows of every even width: on the CPU the tail of a half row is 1 to 31 elements, which AVX-512 loads with masks or in
-half vectors (8 and 16 elements behind 32, in rows of 80 and 96 columns)."""
+"""Tests rows of every even width. On the CPU the tail of a half row is 1 to 31 elements, which AVX-512 loads with masks
+or in half vectors (8 and 16 elements after 32, in rows of 80 and 96 columns)."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tests.specs.rotary_embedding import SPEC, factors
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_even_width(dtype: torch.dtype, interleaved: bool, device: str) -> None:
-    """Whole rows, and rows with three columns more than are rotated. Beside half types the factors are of that type, or
-    float32."""
+    """Results are right for whole rows and for rows with three more columns than are rotated. The factors have the
+    dtype of a half type, or are float32."""
     make = maker(device, dtype)
     for rotated in range(2, 132, 2):
         cos, sin = factors(make, (3, rotated))

@@ -1,7 +1,7 @@
-"""python -m extension_cpp new, remove and new-package: what they write, refuse and undo, and that it compiles.
+"""Tests the commands new, remove and new-package: what they write, refuse and undo, and that it compiles.
 
-The names here, such as planted_op, are none of the documents', which readers give their own ops: these tests pass in a
-tree that has such an op, too.
+Names such as planted_op differ from the documents' examples, which readers give to their own ops, so that these tests
+also pass in a tree with such an op.
 """
 
 import compileall
@@ -29,7 +29,7 @@ from tests.forked import python
 from tests.test_c import library_objects
 
 ROOT = Path(build_library.__file__).parent
-LONG = "a2345678901234567890123_6789"  # as long as a name may be
+LONG = "a2345678901234567890123_6789"  # the longest allowed name
 NOT_COPIED = [".git", ".venv", ".matrix", ".*_cache", ".hypothesis", "__pycache__"]
 NOT_COPIED += ["build", "dist", "out", "site", "*.so", "*.egg-info"]
 TRACES = re.compile(r"(kernel|ops|test|spec|reference|docs)_template", re.IGNORECASE)
@@ -49,12 +49,12 @@ def run_python(*words, **options) -> subprocess.CompletedProcess:
 
 @functools.lru_cache(2000)
 def read(path: str, of: tuple[int, ...]) -> bytes:
-    """A file, once while it has these marks."""
+    """Reads a file, once for each set of file attributes."""
     return Path(path).read_bytes()
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
-    """Every file and folder (None) below."""
+    """Returns the contents of every file below a folder, and None for every folder."""
     found: dict[Path, bytes | None] = {}
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in ("__pycache__", ".ruff_cache", ".mypy_cache")]
@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 
 
 def copy_tree(folder: Path) -> Path:
-    """A copy of this tree without what was built, for the commands to work on, in a folder with an awkward name."""
+    """Returns a copy of this tree without built files, for the commands to work on. Its folder has an awkward name."""
     copy = folder / "a trée"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     return copy
@@ -92,20 +92,21 @@ def one_tree(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture
 def untouched(one_tree, monkeypatch) -> None:
-    """A tree for commands that refuse. After the last of them it is as it was before the first: to look after each
-    would take ten times as long as the commands do."""
+    """Provides one tree for all commands that refuse. It is compared with its original state once, after the last
+    command, because a comparison takes ten times as long as a command."""
     monkeypatch.setattr(changes, "TREE", one_tree)
     monkeypatch.chdir(one_tree)
 
 
 def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) -> None:
-    """`make lint` of a tree; mypy, which is slow, where asked, and of the files in `only`; of C what is new, or all."""
-    for module in ("ruff", "mypy", "clang_format"):  # `make lint` needs them, `make test` does not
+    """Runs `make lint` of a tree, with mypy, which is slow, only on request. clang-format checks `new`, or all
+    files."""
+    for module in ("ruff", "mypy", "clang_format"):  # `make lint` needs them, and `make test` does not
         pytest.importorskip(module)
     run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=folder)
     run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".", cwd=folder)
     if mypy:
-        known, cache = ROOT / ".mypy_cache", ROOT / "build" / "tests-mypy"  # of torch, for the most part
+        known, cache = ROOT / ".mypy_cache", ROOT / "build" / "tests-mypy"  # the cache has mostly files of torch
         if known.exists() and not cache.exists():
             shutil.copytree(known, cache, dirs_exist_ok=True)
         run(sys.executable, "-m", "mypy", "--cache-dir", cache, *only, cwd=folder)
@@ -115,7 +116,7 @@ def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) ->
     run(Path(sysconfig.get_path("scripts")) / "clang-format", "--dry-run", "-Werror", *sources, cwd=folder)
 
 
-# ---- what is refused ----
+# ---- what the commands refuse ----
 
 BAD_IDENTIFIERS = [("", "but got an empty one"), ("planted_op\n", r"but got 'planted_op\n'")]
 BAD_IDENTIFIERS += [(name, "is a keyword of C, C++ or Python") for name in ("int", "lambda", "template", "co_await")]
@@ -184,7 +185,7 @@ def test_refused_names_of_packages(tmp_path, capsys, name, sentence):
     ],
 )
 def test_nothing_is_overwritten(tree, capsys, file, text, sentence):
-    """Nor is a file edited that was rearranged."""
+    """A command overwrites no existing file, and does not edit a file in which it cannot find the place to edit."""
     (tree / file).write_text(text)
     before = contents(tree)
     assert sentence in refused(capsys, "new", "planted_op")
@@ -204,20 +205,20 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["new", "an_op"], ["new", "an_op", "--kind", "accessor"], ["remove", "mish"]])
 def test_commands_refuse_a_folder_that_is_in_no_tree(untouched, one_tree, tmp_path, monkeypatch, capsys, words):
-    """And one of a package that is older than its command."""
+    """Commands refuse a folder in no tree, and the folder of a package that is older than its command."""
     monkeypatch.chdir(tmp_path)
     sentence = f"'{words[0]}' works on a checkout of extension_cpp or a package made by new-package, and {tmp_path} is"
     assert sentence in refused(capsys, *words)
     (tmp_path / "build_library.py").write_text('import os\nNAMESPACE = "my_kernels"  # of its operators\n')
     sentence = f"the package my_kernels in {tmp_path} has no command of its own"
     assert sentence in refused(capsys, *words) and sentence in refused(capsys, *words, "--in", str(tmp_path))
-    # Both ways into the tree, where it goes on to its own checks.
+    # Both ways into the tree work, because the tree's own checks refuse this name.
     assert "common" in refused(capsys, *words[:1], "common", "--in", str(one_tree / "docs"))
     monkeypatch.chdir(one_tree / "docs")
     assert "common" in refused(capsys, *words[:1], "common")
 
 
-# ---- what is undone ----
+# ---- what the commands undo ----
 
 
 FULL_DISK, BY_SIGTERM = OSError(28, "No space left on device"), SystemExit(128 + signal.SIGTERM)
@@ -227,12 +228,12 @@ STOPS += [("new", KeyboardInterrupt()), ("remove", KeyboardInterrupt()), ("new",
 
 @pytest.mark.parametrize("what, error", STOPS, ids=repr)
 def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
-    """Stopped at each of its writes, half of that one done, or deletions, by a full disk, Ctrl-C or SIGTERM: everything
-    is as it was. Nor does a second signal stop the undoing."""
+    """A command that is stopped at any write or deletion undoes all changes, even if a file is half written. A full
+    disk, Ctrl-C or SIGTERM stops it, and a second signal does not stop the undoing."""
     arguments = [what.split()[0], "planted_op", *what.split()[1:]]
     if what == "new-package":
         arguments = ["new-package", str(tmp_path / "far" / "away"), "--name", "my_kernels"]
-    monkeypatch.setattr(changes, "laid_out", lambda texts: texts)  # once a turn it would take most of the time
+    monkeypatch.setattr(changes, "laid_out", lambda texts: texts)  # laying out at each stop would take most of the time
     if what == "remove":
         assert command.main(["new", "planted_op"]) == 0
     before, at_interrupt = contents(tmp_path), signal.getsignal(signal.SIGINT)
@@ -283,7 +284,7 @@ def test_what_is_behind_a_link_stays(tree, tmp_path, capsys, monkeypatch, place)
     assert contents(tmp_path) == before
 
 
-# ---- what is written ----
+# ---- what the commands write ----
 
 
 @pytest.mark.parametrize("name", ["ab", "my_template", LONG])
@@ -299,8 +300,8 @@ def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     lint(tree, name == LONG, "extension_cpp", f"examples/{example}", new=[tree / path for path in new])
 
 
-# The kinds whose packages the quick tier makes, and whose ops run the whole battery there. Of the others it sees the
-# files in a tree, and the tests that FEW names.
+# The quick tier makes packages of these kinds and runs the whole battery for their ops. For other kinds it checks the
+# files in a tree and runs the tests of FEW.
 QUICK = ("pointwise", "rows", "reduction", "scan")
 PACKAGES = [("ab", "pointwise"), *((LONG, kind) for kind in QUICK[1:])]
 PACKAGES += [pytest.param(LONG, kind, marks=pytest.mark.slow) for kind in scaffold.OP_KINDS if kind not in QUICK]
@@ -314,7 +315,7 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
         assert not TRACES.search(str(path)) and "extension_cpp" not in str(path)
         if text is not None and path.name not in ("LICENSE", "copied.sha256"):
             assert not TRACES.search(text.decode()) and b"extension_cpp" not in text.lower(), path
-        if text is not None and path.parts[0] == "tests":  # what a test imports, runs or compiles is there, too
+        if text is not None and path.parts[0] == "tests":  # its imports, programs and sources are there, too
             used = [f"tests/{module}*" for module in re.findall(r"\btests\.(\w+)", text.decode())]
             used += [f"tests/**/{source}" for source in re.findall(r'"(\w+\.c)"', text.decode())]
             assert not [pattern for pattern in used if not list(folder.glob(pattern))], path
@@ -330,9 +331,9 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     commands = document.split("```bash\n")[1].split("```")[0].replace("my_op", "planted_op")
     run("bash", "-euc", commands.replace("KIND=pointwise", f"KIND={kind}"), cwd=by_hand)
     sources = {path: path.read_text() for path in (by_hand / "extension_cpp" / "csrc" / "planted_op").iterdir()}
-    for path, text in changes.laid_out(sources).items():  # `make format`
+    for path, text in changes.laid_out(sources).items():  # as `make format` does
         path.write_text(text)
-    ops = by_hand / "extension_cpp" / "ops.py"  # by an editor
+    ops = by_hand / "extension_cpp" / "ops.py"  # edited as in an editor
     before, added = "from .functional import reduce_sum as sums\n", changes.imports_of("planted_op")
     text = ops.read_text().replace('    "rotary_embedding",\n', '    "rotary_embedding",\n    "planted_op",\n')
     text = text.replace(before, added[0] + before)
@@ -347,7 +348,7 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
 
 
 def test_removed_leaves_nothing(tree, capsys):
-    """One op at a time out of a tree with all kinds, and two of one, with what was compiled of it."""
+    """Removing ops one by one, in a tree with ops of all kinds and two of one, leaves no file and no object."""
     before = contents(tree)
     names = {"other_op": scaffold.OP_KINDS[0]} | {f"planted_{kind}": kind for kind in scaffold.OP_KINDS}
     for name, kind in names.items():
@@ -380,7 +381,7 @@ def test_refused_removals(untouched, capsys, name, sentence):
     assert sentence in refused(capsys, "remove", name)
 
 
-# ---- that it works ----
+# ---- whether new ops and packages work ----
 
 
 def environment(device: str) -> dict[str, str]:
@@ -401,14 +402,14 @@ def with_objects(tree: Path) -> dict[str, str]:
 
 
 def check_versions(installed: Path, package: str) -> None:
-    """pip's version of an installed package is the package's own."""
+    """Checks that pip's version of an installed package is the package's own."""
     ask = f"import {package}, importlib.metadata; print(importlib.metadata.version('{package}'), {package}.__version__)"
     names = run_python("-c", ask, cwd=installed).stdout.split()
     assert len(names) == 2 and names[0] == names[1] and "+" in names[0]
 
 
 def test_library_that_is_older_than_its_sources(tree):
-    """Between `new` and the build the commands say so, and another `new` works."""
+    """Between `new` and the build, commands report that the library is old, and another `new` works."""
     shutil.copy(ROOT / "extension_cpp" / build_library.LIBRARY, tree / "extension_cpp")
     assert command.main(["new", "first_op"]) == 0
     run_python("-m", "extension_cpp", "new", "second_op", cwd=tree)
@@ -417,28 +418,28 @@ def test_library_that_is_older_than_its_sources(tree):
     assert told.stderr.startswith("error: extension_cpp's library is older than its sources: ")
 
 
-# To rewrite the assertions of a copy of the tests takes seconds, and says more only of those that fail.
+# Rewriting the assertions of copied tests takes seconds, and only makes failures more readable.
 AS_IT_STANDS = ["--assert=plain"]
-# What the quick tier runs of the templates: values, gradients, fakes, refusals, and what they alone promise.
+# The tests of templates in the quick tier: values, gradients, fakes, refusals, and what only templates promise.
 FEW = "right_for_every_shape or opcheck or gradcheck or refuse_what or sentence or real_strides or test_mutation"
 
 
-# Tests that compare the names of all ops with a list, and take no more than a second. An op made by `new` is in none.
+# Tests of at most a second that compare the names of all ops with a list. An op made by `new` is in no list.
 NAME_LISTS = ["operators_are_documented", "function_is_documented", "demo_shows_every_function", "test_info"]
 
 
 def test_new_ops_compile_and_pass(tree, pytestconfig):
-    """Templates as they stand, in a tree whose lists of names they do not break."""
+    """Unchanged templates pass their tests, and the tests of lists of names still pass in their tree."""
     same_build = with_objects(tree)
     kinds = [kind for kind in scaffold.OP_KINDS if kind != "rows"]
     ops = {"my_kernel_template": "rows"} | {f"kernel_template_{kind}": kind for kind in kinds}
-    for name, kind in ops.items():  # names that contain the placeholder
+    for name, kind in ops.items():  # these names contain the placeholder
         assert command.main(["new", name, "--kind", kind]) == 0
     assert "my_my_" not in "".join(str(path) for path in contents(tree))
     run(sys.executable, "build_library.py", cwd=tree, env=same_build)
     test = ["-m", "pytest", "-q", *AS_IT_STANDS, "-p", "no:cacheprovider", "--device", "cpu"]
-    # Files that look at every op, and those of the templates; collecting the others, too, takes seconds. These name the
-    # templates or the specs, and have no test for an op as it comes from a template.
+    # Only files that test every op or the templates are collected, which saves seconds. The files in `without` name
+    # templates or specs, but have no test for an op made from a template.
     about_ops = re.compile("|".join(["all_specs", "timed_specs", *ops, *NAME_LISTS]))
     without = {"examples", "norm_kernels", "scaffold", "scan", "scan_kernels", "sharding"}
     files = [
@@ -477,7 +478,7 @@ def test_new_package_compiles_and_passes(tmp_path, kind, device, pytestconfig):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
 def test_the_whole_suite_passes_around_an_op(tree, kind):
-    """`make test` with a new op and without it again."""
+    """`make test` passes with a new op, and again after its removal."""
     same_build = with_objects(tree)
     for words in (["new", "my_op", "--kind", kind], ["remove", "my_op"]):
         run_python("-m", "extension_cpp", *words, cwd=tree)
@@ -486,19 +487,19 @@ def test_the_whole_suite_passes_around_an_op(tree, kind):
 
 @pytest.mark.slow
 def test_a_new_package_with_the_newest_torch(tmp_path, device):
-    """The two commands of its README, as a reader runs them: the first makes an environment, here for all kinds."""
+    """The two commands of a new package's README work. The first makes an environment, which here all kinds share."""
     python_of_all = []
     for kind in scaffold.OP_KINDS:
         run_python("-m", "extension_cpp", "new-package", tmp_path / kind, "--name", "my_kernels", "--kind", kind)
         for target in ("test", "wheel"):
             done = run("make", target, *python_of_all, cwd=tmp_path / kind, env=environment(device))
-            assert "leaked" not in done.stderr  # as bindings of Triton say of objects that gc.freeze keeps to the end
+            assert "leaked" not in done.stderr  # Triton's binding reports objects that gc.freeze keeps as leaked
         python_of_all = [f"PYTHON={tmp_path / scaffold.OP_KINDS[0] / '.venv' / 'bin' / 'python'}"]
 
 
 def test_commands_of_an_installed_wheel(tree, tmp_path):
-    """The wheel brings all that new-package needs; new has no source tree there."""
-    pack = ["setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path]  # pip, which takes longer, calls the same
+    """An installed wheel contains all that new-package needs. `new` fails there, because there is no source tree."""
+    pack = ["setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path]  # pip calls the same, but takes longer
     run(sys.executable, *pack, cwd=tree, env=with_objects(tree))
     (file,) = tmp_path.glob("*.whl")
     installed = tmp_path / "installed"

@@ -1,7 +1,7 @@
-"""The CUDA kernels of csrc/scan, compiled for the CPU (tests/c/cuda_on_cpu) and checked as the battery checks an op.
+"""Tests the CUDA kernels of csrc/scan, compiled for the CPU (tests/c/cuda_on_cpu), as the battery tests an op.
 
 So the kernels are tested without a GPU, and their threads run in a random order. CTAs have fewer threads and groups
-fewer tiles than on a GPU, so that lines of a few thousand steps reach all levels of the tree.
+have fewer tiles than on a GPU, so that lines of a few thousand steps reach all levels of the tree.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from tests.test_scan import result_and_gradients, scans_of_slices
 from tests.test_scan_masks import along_rows_and_columns, check_gradients, check_sums, masked
 
 ON_CPU = Path(build_library.__file__).parent / "tests" / "c" / "cuda_on_cpu"
-# Replacements in the sources: code that a C++ compiler does not know, and smaller sizes.
+# Replacements in the sources: of code that a C++ compiler does not know, and of sizes by smaller ones.
 CHANGES = {
     "scan_memory.cuh": {
         "extern __shared__ uint4 held[];": "static thread_local uint4 held[8192];",
-        # Only a line's last tile writes; results are NaN before.
+        # Checks that only a line's last tile writes its result, which is NaN before.
         "*element(p, p.grad_start, outer, 0, i) = p.from_acc(decay * state.v[0]);": (
             "T &grad = *element(p, p.grad_start, outer, 0, i);\n"
             '  if (p.to_acc(grad) == p.to_acc(grad)) on_cpu::fail("a gradient of h0 is written twice");\n'
@@ -77,7 +77,7 @@ class Shape(ctypes.Structure):
 
 
 def arguments(operands: int, exclusive: bool = False) -> type[ctypes.Structure]:
-    """An op's argument struct in scan.h: the shape, the inputs, the outputs and, for cumsum, `exclusive`."""
+    """Returns an op's argument struct in scan.h: the shape, the inputs, the outputs and, for cumsum, `exclusive`."""
     fields: list[Any] = [("shape", Shape), *((f"operand{i}", Operand) for i in range(operands))]
 
     class Arguments(ctypes.Structure):
@@ -94,7 +94,7 @@ class Kernels:
 
     def run(self, op: str, dim: int, reverse: bool, tensors: list[Tensor | None], *exclusive: int) -> None:
         """Launches an op. `tensors` has the order of the op's struct; h0 and its gradient lack the dimension dim. The
-        last dimension behind dim is `inner`, and the others are `outer`."""
+        last dimension, if it is not dim, is `inner`, and the others are `outer`."""
         first = tensors[0]
         assert first is not None
         dim %= first.dim()
@@ -132,7 +132,7 @@ class Kernels:
         bytes_of = getattr(self.library, f"{op}_state_bytes_cuda")
         bytes_of.restype = ctypes.c_int64
         size = bytes_of(ctypes.byref(args))
-        state = torch.ones(size + 8, dtype=torch.uint8)  # the launcher clears `size` bytes, not the 8 behind them
+        state = torch.ones(size + 8, dtype=torch.uint8)  # the launcher clears `size` bytes, and not the 8 after them
         args.shape.state = state.data_ptr()
         assert getattr(self.library, f"{op}_cuda")(ctypes.byref(args), None) == 0
         assert (state[size:] == 1).all(), "written behind the state"
@@ -143,8 +143,8 @@ def poisoned(like: Tensor) -> Tensor:
 
 
 def functions(kernels: Kernels) -> dict[str, Callable[..., Tensor]]:
-    """The ops with their gradients. Inputs have at least one dimension and one element."""
-    # PyTorch's base class has *args in backward, hence the type: ignore comments below.
+    """Returns the ops with their gradients. Inputs have at least one dimension and one element."""
+    # PyTorch's base class declares *args in backward, hence the type: ignore comments below.
 
     class Cumsum(torch.autograd.Function):
         @staticmethod
@@ -225,7 +225,7 @@ def with_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
 
 
 every_dtype = with_dtypes(torch.float64, torch.float32, torch.bfloat16)  # float16 has bfloat16's kernels
-# Rows for a part of a warp, for warps and for tiles; columns in one tile and in many, of whole vectors and of others.
+# Rows for a part of a warp, for warps and for tiles; columns in one and in many tiles, of whole vectors and others.
 SHAPES = [(1,), (3, 1), (70, 5), (3, 32), (2, 33), (1, 1000), (5, 3, 7), (2, 40, 8), (1, 900, 3), (1, 300, 8)]
 SHAPES += [(600, 33), (2, 1024)]
 
@@ -239,8 +239,8 @@ def test_right(spec: OpSpec, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_less_shared_memory(spec: OpSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other GPUs have 64 to 163 KB per CTA, an H100 227. Here, with a quarter of the threads, 17 KB, too little for
-    linear_recurrence along rows."""
+    """Kernels run on GPUs with less shared memory: 64 to 163 KB per CTA, where an H100 has 227 KB. With a quarter of
+    the threads, 17 KB here are too little for linear_recurrence along rows."""
     monkeypatch.setenv("CUDA_ON_CPU_SHARED_MEMORY", "17000")
     for shape in [(3, 100), (2, 40, 8), (1, 300, 8)]:
         for sample in spec.sample_inputs(maker("cpu", dtype), shape):
@@ -249,7 +249,7 @@ def test_less_shared_memory(spec: OpSpec, dtype: torch.dtype, monkeypatch: pytes
 
 @every_dtype
 def test_vectors_at_any_address(spec: OpSpec, dtype: torch.dtype) -> None:
-    """Rows have a gap of three elements, so that they begin at any alignment."""
+    """Results are right for rows with a gap of three elements, which begin at any alignment."""
     for shape in [(5, 33), (9, 64), (3, 40, 16)]:
         for sample in spec.sample_inputs(maker("cpu", dtype, layout="padded"), shape):
             check(spec, sample, "padded", "padded rows")
@@ -283,7 +283,7 @@ COLUMNS = [((2, 300, 3, 8), 1), ((2, 40, 3, 5), 1), ((2, 3, 9, 4), 2)]
 def test_operands_without_a_common_stride(
     kernels: Kernels, shape: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> None:
-    """The bits are those of contiguous operands."""
+    """Operands without a common stride give the bits of contiguous operands."""
     for scan, operands in scans_of_slices(functions(kernels), shape, dim, dtype, "cpu"):
         whole = result_and_gradients(scan, [x.contiguous() for x in operands])
         assert all(map(torch.equal, result_and_gradients(scan, operands), whole))
@@ -291,7 +291,7 @@ def test_operands_without_a_common_stride(
 
 @pytest.mark.parametrize("shape, dim", [((3, 64), 1), ((64, 40), 0)])
 def test_logcumsumexp_keeps_small_terms_beside_0(kernels: Kernels, shape: tuple[int, ...], dim: int) -> None:
-    """The same as the test of this name in test_scan.py."""
+    """Small terms are not lost, as in the test of this name in test_scan.py."""
     x = torch.full(shape, -17.0)
     x.select(dim, 0).zero_()
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
@@ -310,8 +310,8 @@ def test_prefixes_of_minus_infinity_get_gradient_0(kernels: Kernels, dim: int, d
 
 @pytest.mark.parametrize("shape, dim", [((2, 120_001), 1), ((1, 5_000, 3), 1)])
 def test_all_levels_of_the_tree(kernels: Kernels, shape: tuple[int, ...], dim: int) -> None:
-    """More than FAN * FAN tiles. Sums of small whole numbers are exact. Other numbers give the same bits in every run
-    and beside other lines."""
+    """With more than FAN * FAN tiles, sums of small whole numbers are exact. Other numbers give the same bits in every
+    run and beside other lines."""
     cumsum, log_sum, recurrence = functions(kernels).values()
     whole = torch.randint(-3, 4, shape).float()
     for exclusive, reverse in itertools.product((False, True), repeat=2):

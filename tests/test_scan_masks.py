@@ -1,4 +1,4 @@
-"""logcumsumexp of lines that begin with masked elements, which are -inf."""
+"""Tests logcumsumexp of lines that begin with masked elements, which are -inf."""
 
 import math
 from collections.abc import Callable
@@ -12,23 +12,22 @@ from tests.battery import every_dtype
 from tests.checks import maker
 from tests.loops import PART, result_and_gradients
 
-LOW = -6e4  # finite in every dtype, and its exponential is 0 beside that of a number near 0
+LOW = -6e4  # finite in every dtype, but its exponential is 0 beside that of a number near 0
 BORDERS = {0, 1, 2, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, PART - 1, PART, PART + 1}
 
 along_rows_and_columns = pytest.mark.parametrize("dim", [1, 0], ids=["rows", "columns"])
 
 
 def masked(length: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Lines, and which of their elements are masked: prefixes of every length up to 67, and those of a block's, a
-    tile's and a part's borders."""
+    """Returns lines and a mask of their first elements. A prefix has every length up to 67, and the lengths at the
+    borders of a block, a tile and a part."""
     prefixes = [p for p in (range(length + 1) if length <= 67 else {*BORDERS, length - 1, length}) if p <= length]
     x = maker(device, dtype)((len(prefixes), length)).detach()
     return x, torch.arange(length, device=device) < torch.tensor(prefixes, device=device)[:, None]
 
 
 def check_gradients(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, mask: Tensor) -> None:
-    """The masked elements of the lines x have gradient 0. The others have the bits of those behind finite elements
-    whose exponentials are 0."""
+    """Checks that masked elements have gradient 0, and others the bits as after finite elements of exponential 0."""
     lines = (lambda t: t) if dim == 1 else (lambda t: t.t().contiguous())
     grad_y = maker(x.device.type, x.dtype, seed=1)(x.shape).detach()
     y, grad_x = result_and_gradients(lambda z: scan(z, dim), [lines(x.masked_fill(mask, -math.inf)), lines(grad_y)])
@@ -40,9 +39,9 @@ def check_gradients(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, 
 
 
 def check_sums(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, mask: Tensor) -> None:
-    """The weights of a result of -inf are 0, and those of another one sum to 1, up to the rounding of the result."""
+    """Checks that the weights of a result of -inf are 0, and that those of others sum to 1, up to rounding."""
     length = x.shape[1]
-    x = x.masked_fill(mask, -math.inf)[:, None].expand(-1, length, length)  # a line for each result
+    x = x.masked_fill(mask, -math.inf)[:, None].expand(-1, length, length)  # one line for each result
     one_hot = torch.eye(length, dtype=x.dtype, device=x.device).expand(x.shape)
     if dim == 0:
         x, one_hot = x.mT.contiguous(), one_hot.mT.contiguous()

@@ -1,4 +1,4 @@
-"""The kernels of examples/scan_steps: they compile, and are right on the CPU (tests/c/cuda_on_cpu) and on a GPU."""
+"""Tests the kernels of examples/scan_steps: they compile, and are right on a GPU and the CPU (tests/c/cuda_on_cpu)."""
 
 import subprocess
 from pathlib import Path
@@ -26,7 +26,7 @@ def compiled_for_cpu(source: Path, folder: Path) -> steps.Scans:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> steps.Scans:
-    """The kernels with CTAs of 64 threads and tiles of 256 elements, so that a tree of 1,100 tiles is fast."""
+    """Compiles the kernels with CTAs of 64 threads and tiles of 256 elements, so that a tree of 1,100 tiles is fast."""
     folder = tmp_path_factory.mktemp("on_cpu")
     for name, old, new in (
         ("first_steps.cuh", "THREADS = 256", "THREADS = 64"),
@@ -51,7 +51,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> steps.Scans:
 
 
 def is_right(scans: steps.Scans, step: str, shape: tuple[int, int], device: str) -> bool:
-    """Uses whole numbers, whose sums are exact: a missing or repeated element changes the result."""
+    """Checks sums of whole numbers, which are exact: a missing or repeated element changes the result."""
     whole = torch.randint(-9, 10, shape, device=device).float()
     y = measure.poisoned(lambda x: scans(step, x), whole)
     return torch.equal(y.double(), whole.cumsum(1, dtype=torch.float64))
@@ -69,7 +69,7 @@ def test_right(step: str, on_cpu: steps.Scans) -> None:
 
 
 def test_every_level_of_the_tree(on_cpu: steps.Scans) -> None:
-    """More than 1,024 tiles: whole groups, and a sum over a block of groups."""
+    """Sums of more than 1,024 tiles are right: whole groups, and a sum over a block of groups."""
     torch.manual_seed(0)
     assert is_right(on_cpu, "fixed_tree", (1, 256 * 1070 + 3), "cpu")
 

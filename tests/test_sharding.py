@@ -1,7 +1,7 @@
-"""DTensors, FSDP2, tensor and sequence parallel, and DistributedDataParallel, on processes with gloo on the CPU, and
-with NCCL where each process has a GPU.
+"""Tests DTensors, FSDP2, tensor and sequence parallel, and DistributedDataParallel, in processes with gloo on the CPU,
+and with NCCL where each process has a GPU.
 
-The processes are started once and run every check; a test looks up what they said of its check.
+The processes start once and run every check. A test then reads the result of its check.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from extension_cpp.registration.entries import NONE, SHARDING
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
-DEVICE = "cpu"  # the device type that this process tests; process() sets it
+DEVICE = "cpu"  # the device type under test, which process() sets
 SHAPE = (4, 6, 8)
 POINTWISE = ("muladd", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "scale_bias_relu", "bias_gelu")
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -43,7 +43,7 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 
 
 def row_dims(name: str, sample: Sample) -> list[int]:
-    """The dimensions of SHAPE in which tensors of this shape may stay sharded."""
+    """Returns the dimensions of SHAPE in which tensors of this shape may stay sharded."""
     dims = range(len(SHAPE))
     if name in POINTWISE or name == "reduce_sum":
         return list(dims)
@@ -64,7 +64,7 @@ def row_dims(name: str, sample: Sample) -> list[int]:
 
 
 def expected_placements(name: str, sample: Sample, d: int) -> str:
-    """The placements of the results if the first tensor is sharded in dimension d."""
+    """Returns the placements of the results if the first tensor is sharded in dimension d."""
     if name == "reduce_sum":
         dim = sample.args[1] if len(sample.args) > 1 else None
         given = (dim,) if isinstance(dim, int) else dim
@@ -77,7 +77,7 @@ def expected_placements(name: str, sample: Sample, d: int) -> str:
     return f"S({d})"
 
 
-# ---- the checks, in every process ----
+# ---- the checks, which run in every process ----
 
 
 @dataclass
@@ -106,7 +106,7 @@ def run(function: Callable[..., Any], sample: Sample, leaves: list[Tensor], seco
 
 
 def grad_for(x: Any) -> Any:
-    """The gradient of a result x, placed as x is. All parts of a partial sum get the same one."""
+    """Returns the gradient of a result x, placed like x. All parts of a partial sum get the same gradient."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     g = random_grad()(torch.empty(x.shape, dtype=x.dtype))
@@ -146,8 +146,7 @@ def letters(x: Any) -> str:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
-    """The samples of the spec; for a fused norm also one without dropout, with weights; for a recurrence each form of
-    factors that broadcast."""
+    """Yields the spec's samples, fused norms with weights and no dropout, and recurrences with broadcast factors."""
     make = maker(DEVICE, dtype)
     yield from spec.sample_inputs(make, SHAPE)
     if spec.name == "linear_recurrence" and spec.options:
@@ -163,7 +162,7 @@ def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> None:
-    """Checks values, gradients and placements, with each dimension sharded and, for one sample, with none."""
+    """Checks values, gradients and placements, with each dimension sharded and, for one sample, with none sharded."""
     from torch.distributed.tensor import Replicate, Shard
 
     for number, sample in enumerate(samples(spec, dtype)):
@@ -178,17 +177,17 @@ def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> Non
 
 
 def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: list[Tensor], what: str) -> None:
-    """Checks that nothing was gathered without need."""
+    """Checks that no result or gradient was gathered without need."""
     expected = expected_placements(name, sample, d)
     for x in (*ours.outputs, *ours.outputs_no_grad):
         assert letters(x) == expected, f"{what}: {letters(x)}, expected {expected}"
-    if name == "reduce_sum":  # its gradient is a view of grad_out
+    if name == "reduce_sum":  # the gradient of reduce_sum is a view of grad_out
         return
     for gradients in (ours.gradients, ours.gradients_with_graph):
         for x, leaf in zip(gradients, given, strict=True):
             is_bias = name in ("scale_bias_relu", "bias_gelu") and d == len(SHAPE) - 1 and leaf.dim() == 1
             expected = f"S({d})" if leaf.dim() == len(SHAPE) else "S(0)" if is_bias else "P(sum)"
-            if "recurrence" in name and leaf is sample.args[0]:  # a, whose gradient is a sum where it broadcasts
+            if "recurrence" in name and leaf is sample.args[0]:  # the gradient of a is a sum where a broadcasts
                 of_a = d - (len(SHAPE) - leaf.dim())
                 expected = f"S({of_a})" if of_a >= 0 and leaf.shape[of_a] > 1 else "P(sum)"
             elif "recurrence" in name and leaf.dim() < len(SHAPE):  # h0
@@ -199,7 +198,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
 
 
 def assert_values(name: str, sample: Sample, d: int | None, ours: Placed, exact: Placed, what: str) -> None:
-    """Expects the same bits if rows or elements are computed alone. Products of other sizes round differently."""
+    """Expects the same bits if rows or elements are computed alone. Matrix products of other sizes may differ."""
     stays = d in row_dims(name, sample)
     is_mean = name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
     is_over_classes = name == "cross_entropy" and d == 1
@@ -226,13 +225,13 @@ def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
         assert torch.equal(x, exact), f"{what}: other bits, off by {(x - exact).abs().max()}"
     else:
         eps, small = torch.finfo(x.dtype).eps, 1e-5
-        if eps > 1e-4:  # half types: sums in another order, of terms as large as the largest result
+        if eps > 1e-4:  # half types sum in another order terms as large as the largest result
             small = max(small, 4 * eps * exact.abs().max().item())
         torch.testing.assert_close(x, exact, rtol=max(1.3e-6, 2 * eps), atol=small, msg=lambda m: f"{what}: {m}")
 
 
 def check_every_op_has_a_rule(mesh: Any) -> None:
-    """Backward operators and no-grad overloads have a rule, too. An operator whose entry has NONE refuses DTensors."""
+    """Every operator and no-grad overload has a sharding rule. An operator with NONE in its entry refuses DTensors."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     from extension_cpp.distributed import sharding
@@ -244,7 +243,7 @@ def check_every_op_has_a_rule(mesh: Any) -> None:
     table = document.split("## What stays sharded")[1].split("\n* ")[0].splitlines()
     listed = {name for line in table[4:] if line for name in line.split("|")[1].strip().split(", ")}
     new = tuple(spec.name for spec in all_specs() if spec.name not in listed)
-    # linear_cross_entropy alone calls the last two, on tensors of one process.
+    # Only linear_cross_entropy calls the last two, on tensors of one process.
     refusing = {name for name, rule in SHARDING.items() if rule is NONE and not name.startswith(new)}
     assert refusing == {"muladd.out", "cross_entropy_chunk", "cross_entropy_scale"}
     x = distribute_tensor(torch.ones(4, device=DEVICE), mesh, [Replicate()])
@@ -254,7 +253,7 @@ def check_every_op_has_a_rule(mesh: Any) -> None:
 
 
 def check_cache(mesh: Any) -> None:
-    """PyTorch caches the placements of a call. Another call with the same tensors must not get them."""
+    """PyTorch caches the placements of a call. A call with the same tensors and other arguments must not get them."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     x = distribute_tensor(torch.randn(4, 4, 4), mesh, [Shard(1)])
@@ -273,7 +272,8 @@ def check_cache(mesh: Any) -> None:
 
 
 def check_cache_of_calls_with_bools(mesh: Any) -> None:
-    """A backward operator has bools that say which gradients are needed: x is frozen, then it is not, and so on."""
+    """A cached call with other bools is not reused. A backward operator has bools that say which gradients are needed,
+    and here x is frozen, then not, and so on."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     frozen_in_turn = ("scale_bias_relu", "bias_gelu", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -300,7 +300,7 @@ def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
 
 
 def check_rotary_of_batches(mesh: Any) -> None:
-    """Positions for each sequence or for all; sequences, heads and tokens that two processes share unevenly."""
+    """Rotary embeddings are right for positions of each sequence or of all, and for uneven shares of processes."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     make = maker(DEVICE, torch.float32)
@@ -359,8 +359,8 @@ def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: 
 
 
 def check_classes_in_several_processes(mesh: Any) -> None:
-    """Each process has the loss, and the gradient is placed as the logits. Target and weight are plain or DTensors.
-    Shapes and options are read by code that all dtypes share."""
+    """With sharded classes each process has the loss, and the gradient is placed as the logits. Target and weight are
+    plain tensors or DTensors. All dtypes share the code that reads shapes and options."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for shape in ((5, CLASSES), (2, CLASSES, 3), (CLASSES,)):
@@ -388,7 +388,7 @@ def check_classes_in_several_processes(mesh: Any) -> None:
 
 
 class LargeResults(TorchDispatchMode):
-    """Records the operators that make a tensor of this size."""
+    """Records the operators that make a tensor of at least this size."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -403,12 +403,13 @@ class LargeResults(TorchDispatchMode):
 
 
 def counts(communication: Any) -> dict[str, int]:
-    """The collective operations that a CommDebugMode saw."""
+    """Returns the number of each collective operation that a CommDebugMode saw."""
     return {str(op).split(".")[-1]: count for op, count in communication.get_comm_counts().items()}
 
 
 def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
-    """There are two all-reduces. Logits are never gathered, and the only large result is the gradient."""
+    """A loss over sharded classes costs two all-reduces. It gathers no logits, and its only large result is the
+    gradient."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -427,7 +428,7 @@ def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
 
 
 def check_hostile_logits_over_classes(mesh: Any) -> None:
-    """Logits that are large or masked, a process whose classes are all masked, and a NaN, which all processes get."""
+    """Losses are right for large and masked logits, also if all of a process are masked. All get a NaN."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logits = maker(DEVICE, torch.float32)((8, 8)).detach()
@@ -452,7 +453,8 @@ def check_hostile_logits_over_classes(mesh: Any) -> None:
 
 
 def check_equal_large_logits_over_classes(mesh: Any) -> None:
-    """The largest logits are equal and huge: in all processes, or in one. tests/test_large_logits.py says why."""
+    """Losses are right if the largest logits are equal and huge, in all processes or in one
+    (tests/test_large_logits.py)."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for dtype in (torch.float32, torch.float64):
@@ -470,12 +472,12 @@ def check_equal_large_logits_over_classes(mesh: Any) -> None:
                 grad = torch.autograd.grad(value, x, torch.ones_like(value))[0]
                 results.append([whole(value).double(), whole(grad).double()])
             for right, x in zip(*results, strict=True):
-                # A probability of 1 / 8 is exp(-2.1), and has roundings of some eps. The loss is at most 2.1.
+                # A probability of 1 / 8 is exp(-2.1), with roundings of some eps. The loss is at most 2.1.
                 torch.testing.assert_close(x, right, rtol=8 * eps, atol=8 * eps)
 
 
 def check_targets_that_no_process_has(mesh: Any) -> None:
-    """On CUDA and compiled, where targets are not checked, their rows are NaN, as with one process."""
+    """Rows of invalid targets are NaN on CUDA and in compiled code, as with one process: nothing checks them."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from extension_cpp.distributed import sharded_loss
@@ -503,15 +505,15 @@ def check_errors_over_classes(mesh: Any) -> None:
         (t, {"weight": torch.ones(8, requires_grad=True)}, "weight not to require grad"),
     ):
         if message.startswith(r"target in \[") and DEVICE == "cuda":
-            continue  # check_targets_that_no_process_has
+            continue  # check_targets_that_no_process_has checks this case
         with pytest.raises(RuntimeError, match=f"{op} {message}"):
             extension_cpp.cross_entropy(x, target, **options)
     y = x.detach().requires_grad_()
-    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # here the second derivative alone would be wrong
+    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # without the error, the loss's part would be missing
     (g,) = torch.autograd.grad(loss, y, create_graph=True)
     with pytest.raises(RuntimeError, match="cross_entropy: the second derivative is not implemented"):
         torch.autograd.grad(g.full_tensor().sum(), y)
-    few = distribute_tensor(torch.zeros(2, 1), mesh, [Shard(1)])  # the last process has no class: gathered
+    few = distribute_tensor(torch.zeros(2, 1), mesh, [Shard(1)])  # no class in the last process: gathered
     assert letters(extension_cpp.cross_entropy(few, distribute_tensor(t * 0, mesh, [Replicate()]))) == "R"
 
 
@@ -559,7 +561,8 @@ def check_half(mesh: Any) -> None:
 
 
 def check_dropout_drops_the_same(mesh: Any) -> None:
-    """With one seed the processes drop what one process drops. With different seeds they agree on a mask."""
+    """With one seed, processes drop the same elements as a single process. With different seeds they agree on a
+    mask."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     whole = torch.randn(4, 8, generator=torch.Generator(DEVICE).manual_seed(1))
@@ -660,7 +663,7 @@ def check_fully_shard(mesh: Any) -> None:
 
 
 def check_convert_after_fully_shard(mesh: Any) -> None:
-    """It is too late for modules with parameters. The reason says when to convert."""
+    """After fully_shard, convert leaves modules with parameters. The reason says to convert before fully_shard."""
     from torch.distributed.fsdp import fully_shard
 
     model = llama()
@@ -730,16 +733,16 @@ def check_sequence_parallel(mesh: Any) -> None:
     seen = []
     model.model.norm.register_forward_hook(lambda module, args, result: seen.append(result))
     ours = loss_and_gradients(model, tokens())
-    assert isinstance(seen[0], DTensor) and letters(seen[0]) == "S(1)"  # the norms run on their part of each sequence
+    assert isinstance(seen[0], DTensor) and letters(seen[0]) == "S(1)"  # the norms run on a part of each sequence
     assert_same_model(ours, loss_and_gradients(stock, tokens()))
 
 
 def check_vocabulary_parallel(mesh: Any) -> None:
-    """A converted Llama whose output layer leaves the logits sharded over the classes."""
+    """A converted Llama works with an output layer that leaves the logits sharded over the classes."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    for loss_from in ("logits", "linear"):  # a parallelized layer has hooks, so it computes its logits
+    for loss_from in ("logits", "linear"):  # a parallelized output layer has hooks, so that it computes its logits
         stock, model = llama(), llama()
         convert(model, loss=loss_from)
         head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -768,7 +771,7 @@ def check_data_parallel(mesh: Any) -> None:
 
 
 def check_two_dimensions(mesh: Any) -> None:
-    """Data and sequence: a mesh of 2 x 2 for the batch and the rows of each sequence."""
+    """A norm is right on a mesh of 2 x 2 processes that shards the batch and the rows of each sequence."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -791,7 +794,7 @@ def check_two_dimensions(mesh: Any) -> None:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder that all processes see."""
+    """Yields a folder that all processes can read."""
     with tempfile.TemporaryDirectory() as own:
         name = [own]
         torch.distributed.broadcast_object_list(name)
@@ -800,8 +803,8 @@ def shared_folder() -> Iterator[Path]:
 
 
 def check_checkpoint(mesh: Any) -> None:
-    """torch.distributed.checkpoint of a converted, sharded model and its optimizer: saved by two processes, loaded by
-    one, which goes on as they do."""
+    """torch.distributed.checkpoint saves a converted, sharded model and its optimizer in two processes. One process
+    loads them and continues as the two do."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -842,8 +845,8 @@ def check_checkpoint(mesh: Any) -> None:
 
 
 def check_training(mesh: Any) -> None:
-    """examples/train_text.py: the loss curve of one process, and checkpoints for any number of processes."""
-    with torch.device("cpu"):  # the example passes a device to all that is elsewhere
+    """examples/train_text.py has the loss curve of one process, and checkpoints for any number of processes."""
+    with torch.device("cpu"):  # the example passes a device to all tensors that are not on the CPU
         compare_trainings(mesh)
 
 
@@ -865,8 +868,8 @@ def compare_trainings(mesh: Any) -> None:
         return training
 
     def close(training: Any, what: str) -> None:
-        """Each process rounds its part of a gradient to bfloat16, so a step differs by as much. The changes of the loss
-        differ by no more."""
+        """Compares a training with that of one process. Each process rounds its part of a gradient to bfloat16, so that
+        a step, and the change of the loss, differ by as much."""
         losses, exact = torch.tensor(training.losses), torch.tensor(alone.losses)
         bound = torch.finfo(torch.bfloat16).eps * (exact.max() - exact.min())
         assert (losses - exact).abs().max() <= bound, f"{what}: {losses - exact}"
@@ -888,12 +891,12 @@ def compare_trainings(mesh: Any) -> None:
             torch.distributed.barrier()
             again = train(parallel, settings.steps, folder / f"{parallel}.pt")
             assert again.losses == half.losses and again.validation.items() <= half.validation.items(), parallel
-        for saved, resumed in (("None", "fsdp"), ("fsdp", None), ("ddp", None)):  # and so any that one resumes
+        for saved, resumed in (("None", "fsdp"), ("fsdp", None), ("ddp", None)):  # the other pairs follow
             close(train(resumed, settings.steps, folder / f"{saved}.pt"), f"{saved}, then {resumed}")
 
 
 def check_rows_and_classes(mesh: Any) -> None:
-    """Data and tensor parallel: a mesh of 2 x 2 for the rows and the classes."""
+    """A loss is right on a mesh of 2 x 2 processes that shards the rows and the classes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -941,7 +944,7 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
-        torch.set_default_device(device)  # not for the CPU: PyTorch then runs Python code at each call of a function
+        torch.set_default_device(device)  # not for the CPU: PyTorch then runs Python code at each function call
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
@@ -963,8 +966,8 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-# The modules that the fork server imports once for all processes: those of the checks, and those that PyTorch imports
-# when it compiles or saves. It skips a module that is not installed.
+# Modules that the fork server imports once for all processes: those of the checks, and those that PyTorch imports when
+# it compiles or saves. It skips a module that is not installed.
 PRELOAD = ["tests.test_sharding", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "functorch.compile"]
 PRELOAD += ["torch._inductor.select_algorithm", "transformers.models.llama.modeling_llama", "tests.test_train_text"]
@@ -972,10 +975,10 @@ PRELOAD += ["torch._inductor.select_algorithm", "transformers.models.llama.model
 
 @functools.cache
 def said_by(processes: int, device: str) -> dict[str, list[str]]:
-    """What each process reports of each check: nothing if it holds.
+    """Returns the traceback of each check in each process, or an empty string if the check holds.
 
-    Where there is a GPU each process is a new interpreter: modules that the fork server imports initialize CUDA, and a
-    process that is forked afterwards cannot use it.
+    With a GPU each process is a new interpreter: modules that the fork server imports initialize CUDA, which does not
+    work in a process that is forked afterwards.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
     method = "spawn" if torch.cuda.is_available() else "forkserver"
@@ -983,7 +986,7 @@ def said_by(processes: int, device: str) -> dict[str, list[str]]:
         try:
             start = torch.multiprocessing.start_processes
             start(process, (processes, name, device), processes, start_method=method)
-        except Exception:  # such as a process that crashed: every test shows it
+        except Exception:  # for example if a process crashed; every test reports it
             return {check: [traceback.format_exc()] for check in checks(processes)}
         said = [[Path(name, f"{check}.{rank}").read_text() for rank in range(processes)] for check in checks(processes)]
     return dict(zip(checks(processes), said, strict=True))

@@ -1,4 +1,4 @@
-"""`make site`: the API reference has every public name, the navigation has every document, and every link works."""
+"""Tests `make site`: the API reference has every public name, the navigation every document, and every link works."""
 
 import inspect
 import re
@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the site into a temporary folder. mkdocs.yml turns a broken link, or a document that is not in the
-    navigation, into an error."""
+    """Builds the site into a temporary folder. Broken links and unlisted documents are errors."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(module, reason=f"{module}, of requirements.txt, is not installed")
     folder = tmp_path_factory.mktemp("site")
@@ -40,7 +39,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 def test_every_document_is_in_the_navigation(site: Path) -> None:
-    page = (site / "404.html").read_text().replace('href="/."', 'href="/"')  # its links begin at the root
+    page = (site / "404.html").read_text().replace('href="/."', 'href="/"')  # the links of this page begin at the root
     navigation = re.search(r'<nav class="md-nav md-nav--primary".*?</nav>\s*</div>', page, re.DOTALL)
     assert navigation is not None
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
@@ -49,7 +48,7 @@ def test_every_document_is_in_the_navigation(site: Path) -> None:
 
 
 def test_every_published_table_is_on_the_site(site: Path) -> None:
-    """Each row of the tables that no document has, under the name of its file."""
+    """The site has each row of the tables that no document has, under the name of its file."""
     text = (site / "docs" / "performance_tables" / "index.html").read_text()
     for stem in (stem for stems in published.ON_THE_SITE.values() for stem in stems):
         part = text.partition(f">{stem}.json<")[2].partition("<h3")[0]

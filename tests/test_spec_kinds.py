@@ -1,6 +1,6 @@
-"""The battery over operators of other kinds than the package has, and over each with planted errors.
+"""Runs the battery over kinds of operators that the package does not have, and over versions with planted errors.
 
-They are written in Python, in a namespace of their own, and stand for a user's kernels.
+The operators are written in Python, in a namespace of their own, and stand for a user's kernels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ def check_matrix(name: str, x: Tensor) -> None:
 def spec(
     name: str, function: Any, reference: Any, arguments: Callable[[Make, Any], tuple[Any, ...]], **more: Any
 ) -> Any:
-    """The spec of an op of matrices whose first tensor, x, has two dimensions."""
+    """Returns the spec of an op whose first tensor x is a matrix."""
 
     def samples(make: Make, shape: Sequence[int]) -> Iterator[Sample]:
         if len(shape) == 2 and min(shape) > 0:
@@ -63,7 +63,7 @@ def spec(
 
 
 def topk_gate(x: Tensor, last: bool = False, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """The largest element of each row and its index, at a tie the first."""
+    """Returns the largest element of each row and its index, at a tie the first index."""
     check_matrix("topk_gate", x)
     at = x.shape[1] - 1 - x.flip(1).argmax(1) if last else x.argmax(1)
     return x.gather(1, at[:, None])[:, 0], at + offset
@@ -75,7 +75,7 @@ def topk_fake(x: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tens
 
 
 def quantize_rows(x: Tensor) -> Tensor:
-    """Each row in eighths, as int8."""
+    """Rounds x to eighths and returns them as int8."""
     check_matrix("quantize_rows", x)
     return (x.float() * 8).round().clamp(-127, 127).to(torch.int8)
 
@@ -115,13 +115,13 @@ def halve_without_version(x: Tensor) -> None:
 
 
 def halve_densely(x: Tensor) -> None:
-    """Writes a contiguous copy where x has gaps."""
+    """Writes into a contiguous copy where x has gaps, which is wrong."""
     torch.ops.spec_kinds.halve(x.contiguous())
 
 
 def halve_kernel(x: Tensor) -> None:
     check_matrix("halve", x)
-    x.data.mul_(0.5)  # as a kernel in C does it: no version is counted
+    x.data.mul_(0.5)  # does not count a version, like a kernel in C
 
 
 for name in ("halve", "halve_without_version"):

@@ -1,4 +1,4 @@
-"""Softmax and cross_entropy over a dimension that is not the last, in sizes that decide on the GPU how many threads and
+"""Tests softmax and cross_entropy over a dimension other than the last. On a GPU the size decides how many threads and
 CTAs share a strip (csrc/rows/strips.cuh)."""
 
 import pytest
@@ -7,8 +7,8 @@ import torch
 from tests.checks import check, maker
 from tests.specs import cross_entropy, log_softmax, softmax
 
-# (outer, columns, inner): whole vectors and not, a strip narrower than a line, few columns, columns for a whole cluster
-# with a last CTA that gets fewer or none, and more strips than run at once.
+# Shapes (outer, columns, inner): whole vectors and others, a strip narrower than a line, few columns, columns for a
+# cluster whose last CTA gets fewer or none, and more strips than run at once.
 SHAPES = [
     (1, 4096, 64),
     (2, 4100, 72),

@@ -1,4 +1,4 @@
-"""Tools that must not lie: what is timed, what counts as a change, and what a release checks and lists."""
+"""Tests tools on which others rely: what is timed, what counts as a change, and what a release checks and lists."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from tests.forked import python
 
 
 def test_only_the_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what `ready` does before it, and not the first two rounds."""
+    """Only the call is timed, without the function `ready` before it and without the first two rounds."""
     now, calls = 0.0, []
 
     def pass_time(seconds: float) -> None:
@@ -76,7 +76,7 @@ def test_changes_are_printed_in_full(columns: int, capsys, monkeypatch: pytest.M
     assert [cells[0] for cells in figures] == ["1.234e+04", "1.852e+04", "+50.0 %"]
 
 
-# What a release and the matrix check
+# ---- releases and the matrix of versions ----
 
 
 def test_the_matrix_has_the_oldest_torch_and_the_newest_of_each_python(
@@ -99,7 +99,7 @@ def test_a_release_is_checked_against_pytorch() -> None:
 
 
 def test_the_matrix_copies_what_its_tests_import() -> None:
-    """One that cannot be imported would stop all others."""
+    """The matrix copies every file that its tests import. A missing one would stop all tests."""
     left_out = matrix.tests_of_the_checkout()
     assert {"test_build.py", "test_docs.py", "test_tools.py"} <= left_out and "test_norm.py" not in left_out
     copied = {*matrix.FOLDERS, *(Path(name).stem for name in matrix.FILES), "extension_cpp"}
@@ -112,7 +112,7 @@ def test_the_matrix_copies_what_its_tests_import() -> None:
 
 
 def test_the_matrix_counts_files_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest reports them as errors, not as failures."""
+    """A test file that cannot be imported counts as a failure, although pytest reports an error instead."""
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     monkeypatch.setattr(matrix, "FOLDERS", [])
     monkeypatch.setattr(matrix, "FILES", [])
@@ -137,7 +137,7 @@ def test_a_release_that_computes_wrongly_is_refused(wrong: str, monkeypatch: pyt
     right = extension_cpp.rms_norm
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
-        """The same value, and a gradient that is 0.1 % larger."""
+        """Returns the same value, with a gradient that is 0.1 % larger."""
         return 1.001 * x - 0.001 * x.detach()
 
     def rms_norm(x, shape, weight, eps):
@@ -151,7 +151,7 @@ def test_a_release_that_computes_wrongly_is_refused(wrong: str, monkeypatch: pyt
 
 
 def test_a_release_is_checked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of its own, whose Python finds no checkout, and with the wheel that was asked for."""
+    """A release is checked in a folder of its own, whose Python finds no checkout, and with the requested wheel."""
     monkeypatch.setenv("PYTHONPATH", str(matrix.ROOT))
     monkeypatch.setenv("GLIBC", "2.28")
     commands = []
@@ -171,7 +171,7 @@ def test_a_release_is_checked_where_it_is_installed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_release_lists_all_that_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wheel and source distribution, each checked, with the sums of their bytes."""
+    """A release lists the wheel and the source distribution with their checksums, after checking each."""
     made = {"a-1-py3-none-any.whl": b"wheel", "a-1.tar.gz": b"source"}
     (tmp_path / "a-1-py3-none-any.whl").write_bytes(b"wheel")
     checked = []

@@ -1,5 +1,4 @@
-"""examples/train_text.py: a killed and resumed run ends like an unbroken one, both --ops train alike, one sentence per
-error."""
+"""Tests examples/train_text.py: a killed and resumed run ends like an unbroken one, and both --ops train alike."""
 
 import functools
 import json
@@ -38,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(train_text.SIZES, "cpu", SIZES)
     monkeypatch.setattr(train_text, "WRITTEN", 40)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is too small for more
+    torch.set_num_threads(1)  # the model is too small for more threads
     yield
     torch.set_num_threads(threads)
 
@@ -96,7 +95,7 @@ def assert_one_process_resumes(folder: Path) -> None:
     assert len(alone.losses) == 8
 
 
-# Forks, gives both processes the ranks that torchrun would give them, and waits for the other one at the end.
+# Forks, gives both processes the ranks that torchrun would give them, and waits for the other process at the end.
 FORKED = f"""
 import os
 import signal
@@ -114,9 +113,8 @@ sys.exit(status or (other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
 
 
 def test_two_processes_in_the_environment_of_torchrun(small: None, tmp_path: Path) -> None:
-    """They meet by the environment, one of them prints, and then one process resumes from their checkpoint. This is
-    test_two_nodes without torchrun, whose two launchers take longer than the training. tests/test_sharding.py compares
-    the losses."""
+    """Two processes train in torchrun's environment, one of them prints, and one process resumes from their checkpoint.
+    This is test_two_nodes without the slow torchrun. tests/test_sharding.py compares the losses."""
     variables = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = os.environ | variables | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     done = python("-c", FORKED, *two_processes_options(tmp_path), env=environment)
@@ -127,8 +125,8 @@ def test_two_processes_in_the_environment_of_torchrun(small: None, tmp_path: Pat
 
 @pytest.mark.slow
 def test_two_nodes(small: None, tmp_path: Path) -> None:
-    """Two torchruns meet on the loopback, as they would on two machines. The quick tier sees the same program in the
-    environment that torchrun makes, in the test above."""
+    """Two torchruns meet on the loopback, as they would on two machines. The quick tier runs the test above instead,
+    which makes the same environment."""
     script = tmp_path / "small.py"
     script.write_text(SMALL)
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
@@ -170,10 +168,9 @@ def test_a_checkpoint_is_never_half_written(small: None, tmp_path: Path, monkeyp
 
 
 def test_both_ops_train_alike(small: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Our ops compiled and PyTorch's eager give near losses. One layer suffices, and a second one would take more time
-    to compile. Products round to bfloat16, so a loss may differ by one eps of bfloat16. The quick tier compiles to one
-    graph for forward and one for backward, without Inductor, which compiles every op in tests/battery/test_graphs.py.
-    """
+    """Our compiled ops and PyTorch's eager ops give losses that differ by at most one eps of bfloat16, to which
+    products round. A second layer would take more time to compile. The quick tier compiles one graph for forward and
+    one for backward, without Inductor, which compiles every op in tests/battery/test_graphs.py."""
     if not request.config.getoption("--slow"):
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
@@ -190,7 +187,8 @@ def test_both_ops_train_alike(small: None, monkeypatch: pytest.MonkeyPatch, requ
 
 
 def test_which_operators_each_ops_calls(small: None) -> None:
-    """Ours: the norms after each addition, the rotary embedding, the gates and the linear loss. torch: none."""
+    """Our model calls norms after additions, the rotary embedding, the gates and the linear loss. "torch" calls
+    none."""
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 1, text.digest, **SIZES)
     called = {}

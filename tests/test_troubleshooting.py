@@ -96,7 +96,7 @@ def driver_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return info.misfits(build, machine)[0]
 
 
-# Headings and the functions that provoke one of their messages.
+# Maps headings to the functions that provoke one of their messages.
 PROVOKED = {
     "nvcc not found": nvcc_not_found,
     "Unsupported gpu architecture": unsupported_gpu_architecture,
@@ -108,13 +108,13 @@ PROVOKED = {
     "Tensors on different devices": different_devices,
     "Driver too old": driver_too_old,
 }
-# The messages of PyTorch, CUDA and the system, which say nothing of this package.
+# Messages of PyTorch, CUDA and the system, which do not name this package.
 OF_OTHERS = {"CUDA_HOME not set", "CUDA version mismatch", "Out of memory while compiling", "No CUDA-capable device"}
 OF_OTHERS |= {"No kernel image", "Invalid configuration argument", "gradcheck fails"}
 
 
 def documented() -> dict[str, list[str]]:
-    """The headings and messages of the page."""
+    """Returns the headings of the document with their messages."""
     parts = re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return {part.split("\n")[0]: re.findall(r"^```text\n(.*?)\n```$", part, re.MULTILINE | re.DOTALL) for part in parts}
 

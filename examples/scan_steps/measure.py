@@ -1,8 +1,8 @@
 """Checks and times the steps of docs/scan.md: python -m examples.scan_steps.measure, in a checkout's root, on a GPU.
 
-Each step is compared with torch.cumsum in float64: exactly for small whole numbers, whose sums float32 holds, and by
-the bound of the tests for normal ones. Then the steps take turns with a copy, torch.cumsum and this package's cumsum. A
-step whose first call takes longer than a quarter of a second is not timed again: that call is its figure.
+Each step is compared with torch.cumsum in float64: exactly for small whole numbers, whose sums float32 can hold, and by
+the bound of the tests for normal numbers. The steps then take turns with a copy, torch.cumsum and this package's
+cumsum. A step whose first call takes longer than a quarter of a second is not timed again, and this call is its figure.
 """
 
 import functools
@@ -30,20 +30,20 @@ Call = Callable[[Tensor], Tensor]
 
 
 def poisoned(call: Call, x: Tensor) -> Tensor:
-    """The result, in memory that was full of NaN."""
+    """Returns the result of a call, in memory that was full of NaN."""
     torch.full_like(x, math.nan)
     return call(x)
 
 
 def first_call(call: Call, x: Tensor) -> tuple[Tensor, float]:
-    """The result and the seconds of the call."""
+    """Returns the result and the seconds of the first call."""
     results: list[Tensor] = []
     seconds = seconds_of(lambda: results.append(poisoned(call, x)), x.device.type)
     return results[0], seconds
 
 
 def error_in_eps(name: str, y: Tensor, x: Tensor) -> float:
-    """The largest error relative to the largest sum, in eps. Ends the program if the result is wrong."""
+    """Returns the largest error relative to the largest sum, in eps. Ends the program if the result is wrong."""
     exact = x.cumsum(1, dtype=torch.float64)
     error = ((y - exact).abs().max() / exact.abs().max()).item() / EPS
     if not error <= 4 * math.sqrt(x.shape[1]):
@@ -58,7 +58,7 @@ def check_whole_numbers(name: str, call: Call, x: Tensor) -> None:
 
 
 def results_of_five(call: Call, x: Tensor) -> int:
-    """The number of different results in five calls."""
+    """Returns the number of different results in five calls."""
     found: list[Tensor] = []
     for _ in range(5):
         y = call(x)
@@ -68,7 +68,7 @@ def results_of_five(call: Call, x: Tensor) -> int:
 
 
 def measure(calls: dict[str, Call], x: Tensor, rounds: int) -> list[dict[str, Any]]:
-    """One row for each call, in order, the copy first."""
+    """Returns one row for each call, in order, with the copy first."""
     copied = torch.empty_like(x)
     quick: dict[str, Callable[[], object]] = {"copy": functools.partial(copied.copy_, x)}
     rows: dict[str, dict[str, Any]] = {"copy": {}}
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for shape in SHAPES:
         rows = measure(contenders(scans), torch.randn(shape, device="cuda"), options.rounds)
         found["rows"] += [row | origin for row in rows]
-        results.write(options.path, found)  # these figures remain if the next shape fails
+        results.write(options.path, found)  # keeps these figures if the next shape fails
     finish(options.path, found, scan_steps)
     return 0
 

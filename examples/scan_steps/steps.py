@@ -1,7 +1,7 @@
-"""The kernels of scan_steps.cu as functions of tensors: nvcc makes a library, ctypes calls it with pointers.
+"""Makes the kernels of scan_steps.cu callable on tensors: nvcc makes a library, and ctypes calls it.
 
-This is the shortest way from a kernel to a tensor: no header of PyTorch, no build system. docs/scan.md explains the
-kernels.
+This is the shortest way from a kernel to a tensor, without PyTorch's headers and a build system. docs/scan.md explains
+the kernels.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ STEPS = ("walk", "hillis_steele", "blelloch", "warp_shuffles", "block_carry", "l
 
 
 def build(folder: Path) -> Path | None:
-    """Compiles the library for the GPUs in TORCH_CUDA_ARCH_LIST, and returns its path. None without nvcc."""
+    """Compiles the library for the GPUs in TORCH_CUDA_ARCH_LIST, and returns its path, or None if there is no nvcc."""
     nvcc = build_library.find_nvcc()
     if nvcc is None:
         return None
@@ -30,7 +30,7 @@ def build(folder: Path) -> Path | None:
 
 
 class Scans:
-    """The steps of a compiled library."""
+    """The steps of docs/scan.md, as functions of a compiled library."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -42,7 +42,7 @@ class Scans:
             function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_void_p] * 2
 
     def __call__(self, step: str, x: Tensor) -> Tensor:
-        """``torch.cumsum(x, 1)`` by one of STEPS; ``x``: (rows, n), float32, contiguous."""
+        """Computes ``torch.cumsum(x, 1)`` by one of STEPS, for a contiguous float32 ``x`` of shape (rows, n)."""
         if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
             found = f"{x.dtype}, {list(x.shape)}, strides {x.stride()}"
             raise RuntimeError(f"{step}: expected x to be float32, (rows, n) and contiguous, but got {found}")

@@ -1,1 +1,1 @@
-"""What `python -m extension_cpp` runs: demo, info, new, remove and new-package."""
+"""Commands of `python -m extension_cpp`: demo, info, check, new, remove, new-package."""

@@ -1,4 +1,4 @@
-"""python -m extension_cpp check: tries an operator that somebody else registered. docs/check.md says what it tries."""
+"""`check` tests an operator that another package registered. docs/check.md lists the checks."""
 
 import functools
 import importlib
@@ -13,11 +13,11 @@ import torch
 from .check_battery import CHECKS
 from .check_case import CannotCheck, Checked, NotRun, Refused, checks, opspec, sentence
 
-SHAPES = ((33, 257), (2, 3, 64))  # of the samples of an OpSpec
+SHAPES = ((33, 257), (2, 3, 64))  # shapes of the samples that an OpSpec makes
 
 
 def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[str, str]:
-    """Whether an operator passes a check with all samples, and what is to be said."""
+    """Runs a check with all samples, and returns the verdict and a text to print."""
     notes, reasons = [], []
     for case in cases:
         try:
@@ -34,7 +34,7 @@ def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[
 
 
 def load(text: str, what: str) -> Any:
-    """A module, or MODULE:FUNCTION."""
+    """Imports MODULE, or returns the attribute of MODULE:FUNCTION."""
     module, _, name = text.partition(":")
     try:
         found = importlib.import_module(module)
@@ -59,7 +59,8 @@ def find(name: str) -> torch._ops.OpOverload:
 
 
 def as_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a sample: a Sample; or one or a tuple of them, of which a last dict has those by name."""
+    """Returns the arguments and keyword arguments of a sample: a Sample, one value, or a tuple. If the last element of
+    a tuple is a dict, it has the keyword arguments."""
     if hasattr(value, "kwargs"):
         return value.args, value.kwargs
     args = value if isinstance(value, tuple) else (value,)
@@ -74,7 +75,7 @@ def evaluated(text: str, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 def of_file(path: str) -> Any:
-    """What the file of --spec defines: an OpSpec, or a function of device and dtype."""
+    """Returns the OpSpec, or the function of device and dtype, that the file of --spec defines."""
     try:
         space = runpy.run_path(path)
     except Exception as error:
@@ -86,7 +87,7 @@ def of_file(path: str) -> Any:
 
 
 def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[int], Any]]:
-    """The functions that draw a sample for a seed: of each --sample, and of each sample of the file."""
+    """Yields functions that draw a sample for a seed: one for each --sample, and one for each sample of the file."""
     for text in texts:
         yield functools.partial(evaluated, text)
 
@@ -105,7 +106,7 @@ def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[
 
 
 def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:
-    """Where the operator has a kernel."""
+    """Returns the devices for which the operator has a kernel."""
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     found = [each for each in there if only in (None, each) and has(op.name(), each.upper())]
@@ -115,7 +116,7 @@ def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:
 
 
 def run_checks(cases: Sequence[Checked]) -> list[str]:
-    """Prints a line for each check. Returns the names of those that refuse the operator."""
+    """Prints a line for each check, and returns the names of the checks that refuse the operator."""
     refused = []
     for name, check in CHECKS.items():
         if name == "statistics" and not cases[0].random:

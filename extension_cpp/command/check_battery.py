@@ -1,4 +1,4 @@
-"""What `python -m extension_cpp check` asks of an operator. Each check returns a note, or raises Refused or NotRun."""
+"""The checks of the command `check`. Each returns a note about the operator, or raises Refused or NotRun."""
 
 import contextlib
 import ctypes
@@ -18,15 +18,15 @@ from torch import Tensor
 from .check_case import Checked, NotRun, Refused, checks, judge, on_cpu, opspec, sentence
 from .once import once_cpu, once_cuda
 
-CALLS, WAIT = 11, 0.2  # calls that are timed; seconds in which a thread may still write
-DRAWS, IMPROBABLE = 32, 20.0  # random results that are compared; a right operator is refused once in 10^8 times
+CALLS, WAIT = 11, 0.2  # timed calls; seconds to wait for a thread that still writes
+DRAWS, IMPROBABLE = 32, 20.0  # random results to compare; a right operator is refused with probability exp(-20)
 M_PERTURB = -6
 
 
 def passes_opcheck(case: Checked) -> str:
-    """torch.library.opcheck: the schema, the registration of autograd, the fake, and compiled beside eager."""
+    """Runs torch.library.opcheck, which checks the schema, the registration of autograd, the fake and compiled code."""
     utils = inspect.signature(torch.library.opcheck).parameters["test_utils"].default
-    utils = [name for name in utils if not (case.random and "aot" in name)]  # compiled, it may draw other numbers
+    utils = [name for name in utils if not (case.random and "aot" in name)]  # compiled code may draw other numbers
     try:
         sample = differentiated(case)[0]
     except NotRun:
@@ -58,7 +58,7 @@ def is_deterministic(case: Checked) -> str:
 
 
 def has_right_values(case: Checked) -> str:
-    """Each element is within the rounding error that the judge allows beside the reference in float64."""
+    """Checks that each element has the float64 reference's value up to the rounding error that the judge allows."""
     needs_reference(case)
     case.judged(case.draw())
     return f"{case.count} of {case.every} results, as many as the reference gives" if case.count < case.every else ""
@@ -70,7 +70,7 @@ def needs_reference(case: Checked) -> None:
 
 
 def is_not_zero(case: Checked) -> str:
-    """The results are not zeros, and the judge would refuse zeros."""
+    """Checks that the results are not zeros, for a sample for which the judge would refuse zeros."""
     sample = case.draw()
     results = [x.cpu() for x in case.call(*sample.args)]
     if case.is_judged:
@@ -86,7 +86,8 @@ def is_not_zero(case: Checked) -> str:
 
 
 def resized(sample: Any, group: Sequence[tuple[int, int]], size: int, lists: bool) -> Any:
-    """The sample with another size in some dimensions: fewer elements, or the first ones again; in lists, too."""
+    """Returns the sample with another size in some dimensions, which cuts off elements or repeats the first ones. With
+    `lists`, equal numbers in lists change, too."""
     args, old = list(sample.args), sample.args[group[0][0]].shape[group[0][1]]
     for i, d in group:
         args[i] = args[i].index_select(d, torch.arange(size, device=args[i].device) % old)
@@ -96,8 +97,8 @@ def resized(sample: Any, group: Sequence[tuple[int, int]], size: int, lists: boo
 
 
 def other_sizes(case: Checked) -> Iterator[tuple[Any, Any]]:
-    """Samples of other sizes that the reference takes, and what they should give. A size changes wherever it is, and
-    where it is at the same place from the right."""
+    """Yields samples of other sizes that the reference accepts, with the expected results. A size changes in all
+    dimensions of this size, or only in those at the same position from the right."""
     sample = case.draw()
     sizes = {(i, d): sample.args[i].shape[d] for i in case.places(sample) for d in range(-sample.args[i].dim(), 0)}
     groups = {
@@ -111,7 +112,7 @@ def other_sizes(case: Checked) -> Iterator[tuple[Any, Any]]:
                 other = resized(sample, group, size, lists)
                 try:
                     expected = case.expect(other)
-                except Exception:  # the reference does not take this size
+                except Exception:  # the reference does not accept this size
                     continue
                 yield other, expected
                 break
@@ -127,7 +128,7 @@ def takes_other_sizes(case: Checked) -> str:
         except Exception as error:
             raised.append(f"{case.words(sample)}: raised {sentence(error)}")
         else:
-            empty = any(not sample.args[i].numel() for i in case.places(sample))  # its mean, say, may be 0 for NaN
+            empty = any(not sample.args[i].numel() for i in case.places(sample))  # a mean may be 0 there, not NaN
             case.judged(sample, expected=expected, limits=empty)
     if not tried:
         raise NotRun("the reference takes no other sizes")
@@ -137,8 +138,8 @@ def takes_other_sizes(case: Checked) -> str:
 
 
 def renew(case: Checked, sample: Any) -> bool:
-    """Writes other values into the memory of a sample, without a new version: those of another draw or, if the sample
-    draws no random numbers, halves in another order. Returns whether there are any."""
+    """Writes other values into the memory of a sample, without a new version. They come from another draw or, if the
+    sample draws no random numbers, are halves in another order. Returns whether there are any tensors."""
     other, places = case.draw(1).args, case.places(sample)
     if all(torch.equal(sample.args[i], other[i]) for i in places):
         places = case.places(sample, floating=True)
@@ -165,7 +166,7 @@ def is_not_cached(case: Checked) -> str:
 
 
 def takes_layouts(case: Checked) -> str:
-    """Each layout of all tensors together, and of each alone."""
+    """Checks each layout, of all tensors together and of each tensor alone."""
     if case.random:
         raise NotRun("which element gets which random number may depend on the layout")
     places = [i for i in case.places(case.draw()) if case.draw().args[i].dim() and i not in case.written]
@@ -190,7 +191,7 @@ def gradients(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
 
 
 def differentiated(case: Checked) -> tuple[Any, dict[int, Tensor | None], list[bool]]:
-    """A sample whose floating-point tensors require grad, their gradients by place, and which results have some."""
+    """Returns a sample whose tensors require grad, the gradients by argument index, and which results require grad."""
     sample = case.draw()
     places = [i for i in case.places(sample, floating=True) if i not in case.written]
     for i in places:
@@ -203,7 +204,7 @@ def differentiated(case: Checked) -> tuple[Any, dict[int, Tensor | None], list[b
 
 
 def has_right_gradients(case: Checked) -> str:
-    """The gradients of all floating-point arguments that have one in the reference."""
+    """Checks the gradients of all floating-point arguments that have a gradient in the reference."""
     sample, ours, flags = differentiated(case)
     if not case.is_judged:
         return agrees_with_differences(case, [i for i, x in ours.items() if x is not None])
@@ -225,7 +226,7 @@ def has_right_gradients(case: Checked) -> str:
 
 
 def agrees_with_differences(case: Checked, places: list[int]) -> str:
-    """gradcheck: without a reference, the gradients are those of the operator itself in float64."""
+    """Runs gradcheck with the operator itself in float64, if there is no reference."""
     args = list(judge.convert(case.draw(), torch.float64).args)
     try:
         case.call(*args)
@@ -237,12 +238,12 @@ def agrees_with_differences(case: Checked, places: list[int]) -> str:
         return tuple(x for x in case.call(*(given.get(i, x) for i, x in enumerate(args))) if x.requires_grad)
 
     leaves = [args[i].requires_grad_() for i in places]
-    torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6, rtol=1e-5)  # 9 digits are right
+    torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6, rtol=1e-5)  # differences have 9 right digits
     return "by differences in float64"
 
 
 def leaves_nothing_behind(case: Checked) -> str:
-    """Nothing is written after the call: by a thread or, on a GPU, on another stream than the current one."""
+    """Checks that no memory is written after the call, by a thread or, on a GPU, on another stream."""
     sample = case.draw()
     if case.device == "cpu":
         results = case.call(*sample.args)
@@ -257,7 +258,7 @@ def leaves_nothing_behind(case: Checked) -> str:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # a kernel on another stream reads the zeros
+        torch.cuda._sleep(50_000_000)  # delays this stream, so that a kernel on another stream reads the zeros
         for x, value in zip(numbers, values, strict=True):
             x.copy_(value)
         results = case.call(*sample.args)
@@ -275,7 +276,7 @@ def twice_the_cache() -> Tensor:
 
 
 def takes_time(case: Checked) -> str:
-    """Operator and reference take turns, each with none of its tensors in the cache. The last result is judged."""
+    """Times operator and reference in turns, each with none of its tensors in the cache. The last result is judged."""
     sample = case.draw()
     seconds: dict[str, list[float]] = {"operator": [], "reference": []}
 
@@ -289,7 +290,7 @@ def takes_time(case: Checked) -> str:
 
     for _ in range(CALLS + 2):
         timed("operator", case.call)
-        with contextlib.suppress(Exception):  # there may be none, or it takes float64 alone
+        with contextlib.suppress(Exception):  # there may be no reference, or the reference takes only float64
             timed("reference", case.right)
     renew(case, sample)
     case.judged(sample, "the last timed call", call=lambda *flat: timed("operator", case.call))
@@ -299,12 +300,12 @@ def takes_time(case: Checked) -> str:
 
 
 def writes_every_element(case: Checked) -> str:
-    """The results do not depend on what was in the memory that they get."""
+    """Checks that the results do not depend on the previous contents of their memory."""
     sample, found = case.draw(), []
     for fill in (0x01, 0x80):
-        if case.device == "cpu":  # what is freed is filled with this, and what is fresh with its complement
+        if case.device == "cpu":  # malloc fills freed memory with this byte, and fresh memory with its complement
             ctypes.CDLL(None).mallopt(M_PERTURB, fill)
-        other = case.draw()  # stays, so that the memory of the results is what the next call gets
+        other = case.draw()  # stays alive, so that the next call gets the memory of these results
         results = case.call(*other.args)
         for x in results if case.device == "cuda" else ():
             x.fill_(fill)
@@ -315,7 +316,7 @@ def writes_every_element(case: Checked) -> str:
 
 
 def has_right_statistics(case: Checked) -> str:
-    """Two seeds give two results. The mean of each element, and of its square, is near that of the reference."""
+    """Checks that two seeds give two results, and that each element's mean and mean square are near the reference's."""
     sample = case.draw()
     first, other = (case.call(*sample.args, seed=seed) for seed in (1, 2))
     if all(map(torch.equal, first, other)):
@@ -337,8 +338,8 @@ def has_right_statistics(case: Checked) -> str:
 
 
 def far_apart(ours: Tensor, right: Tensor, eps: float) -> str | None:
-    """Where the means over the first dimension differ, if their squared distance is one that draws of equal means have
-    with a probability of exp(-IMPROBABLE) (Laurent and Massart 2000, lemma 1)."""
+    """Says where the means over the first dimension differ, if their squared distance is too large. Draws with equal
+    means have such a distance with a probability of exp(-IMPROBABLE) (Laurent and Massart 2000, lemma 1)."""
     spread = (ours.var(0) + right.var(0)) / DRAWS
     got, expected = ours.mean(0), right.mean(0)
     far = ((got - expected).abs() - eps * (ours.abs() + right.abs()).mean(0)).clamp(min=0)

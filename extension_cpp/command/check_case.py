@@ -1,6 +1,6 @@
-"""One call of an operator that somebody else registered: its samples, what it gives, and what it should give.
+"""One call of an operator that another package registered: its samples, its results, and the expected results.
 
-The judge is that of the tests (tests/judge.py), of this checkout or of its copy in the wheel.
+The judge is that of the tests (tests/judge.py), in this checkout or in its copy in the wheel.
 """
 
 import importlib
@@ -17,11 +17,11 @@ from .tree import TREE
 
 
 class Refused(Exception):
-    """What is wrong with the operator."""
+    """Says what is wrong with the operator."""
 
 
 class NotRun(Exception):
-    """Why a check says nothing of this operator."""
+    """Says why a check does not apply to this operator."""
 
 
 class CannotCheck(Exception):
@@ -29,7 +29,7 @@ class CannotCheck(Exception):
 
 
 def of_tests(*names: str) -> list[Any]:
-    """Modules of this tree's tests. If the operator's own package has other `tests`, those stay importable."""
+    """Imports modules of this tree's tests. If the operator's own package has other `tests`, those stay importable."""
     found = importlib.util.find_spec("tests")
     if found is not None and found.origin == str(TREE / "tests" / "__init__.py"):
         return [importlib.import_module(f"tests.{name}") for name in names]
@@ -49,7 +49,7 @@ judge, checks, opspec = of_tests("judge", "checks", "opspec")
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line."""
+    """Returns an error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
@@ -59,17 +59,17 @@ def in_words(x: Any) -> str:
 
 
 def is_written(argument: Any) -> bool:
-    """Whether the schema says that the operator writes an argument, or returns one that it wrote."""
+    """Returns whether the schema says that the operator writes an argument, or that a result is a written argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def is_plain(x: Any) -> bool:
-    """Whether an argument is one value: a list of numbers is, a list of tensors is not."""
+    """Returns whether a list is a single value: a list of numbers is, and a list of tensors is not."""
     return isinstance(x, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in x)
 
 
 def tensors(results: Any) -> list[Tensor]:
-    """All results of a call. A number is a tensor without dimensions."""
+    """Returns all results of a call as tensors. A number becomes a tensor without dimensions."""
     leaves = [x for x in tree_leaves(results) if x is not None]
     return [torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else torch.as_tensor(x) for x in leaves]
 
@@ -81,8 +81,8 @@ def on_cpu(x: Any) -> Any:
 class Checked:
     """An operator on one device, with one of its samples.
 
-    `source` draws the arguments for a seed: positional ones and those by name. A sample has them as a flat list, which
-    has the tensors of a list one by one. What the operator writes, it writes into copies; these are further results.
+    `source` draws positional and keyword arguments for a seed. A sample holds both in one flat list, with the tensors
+    of a list one by one. The operator writes into copies of the arguments, which are further results.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Checked:
     ) -> None:
         self.op, self.source, self.reference, self.device, self.random = op, source, reference, device, random
         self.is_judged = reference is not None and not random
-        self.names: list[str] = []  # of the flat arguments
+        self.names: list[str] = []  # names of the flat arguments
         self.written: list[int] = []
-        self.count = sys.maxsize  # the results that are compared
-        self.flags: list[bool] = []  # which of them require grad, while gradients are compared
+        self.count = sys.maxsize  # number of results to compare
+        self.flags: list[bool] = []  # which results require grad, while gradients are compared
         args, self.keys = source(0)
         schema = {argument.name: argument for argument in op._schema.arguments}
         if len(args) > len(schema) or self.keys.keys() - schema.keys():
@@ -138,7 +138,7 @@ class Checked:
             raise CannotCheck(f"{self.words(sample)}: the {who} raised {sentence(error)}") from error
 
     def draw(self, seed: int = 0) -> Any:
-        """A sample in memory of its own."""
+        """Draws a sample into new memory."""
         torch.manual_seed(seed)
         args, kwargs = self.source(seed)
         values = [*args, *kwargs.values()]
@@ -150,7 +150,7 @@ class Checked:
         return ", ".join(f"{name}: {in_words(x)}" for name, x in zip(self.names, sample.args, strict=True))
 
     def places(self, sample: Any, floating: bool = False) -> list[int]:
-        """Where tensors are among the arguments."""
+        """Returns the indices of the arguments that are tensors."""
         found = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor)]
         return [i for i in found if not floating or sample.args[i].is_floating_point()]
 
@@ -163,7 +163,8 @@ class Checked:
         return [x.clone() if i in self.written else x for i, x in enumerate(flat)]
 
     def call(self, *flat: Any, seed: int = 0) -> tuple[Tensor, ...]:
-        """The operator's results, then what it wrote: as many as the reference gives."""
+        """Returns the operator's results and then its written arguments. There are at most as many as from the
+        reference."""
         given = self.with_copies(flat)
         args, kwargs = self.arguments(given)
         if self.random:
@@ -173,7 +174,7 @@ class Checked:
         return (*tensors(own), *(given[i] for i in self.written))[: self.count]
 
     def right(self, *flat: Any) -> tuple[Tensor, ...]:
-        """The reference's results, then what it wrote, if its results are fewer than the operator's."""
+        """Returns the reference's results. If they are fewer than the operator's, the written arguments follow."""
         given = self.with_copies(flat)
         args, kwargs = self.arguments(given)
         assert self.reference is not None
@@ -184,7 +185,7 @@ class Checked:
         return tuple(x if flag else x.detach() for x, flag in zip(results, flags, strict=True))
 
     def itself(self, *flat: Any) -> tuple[Tensor, ...]:
-        """In place of a reference: the operator on contiguous copies, in the dtypes of the sample."""
+        """Replaces a missing reference by the operator on contiguous copies, in the dtypes of the sample."""
         given = [
             x.to(self.device, dtype).contiguous() if dtype else x for x, dtype in zip(flat, self.dtypes, strict=True)
         ]
@@ -194,14 +195,14 @@ class Checked:
         return judge.expect(self.spec, opspec.Sample(tuple(map(on_cpu, sample.args))), checks.random_grad())
 
     def judged(self, sample: Any, what: str = "", expected: Any = None, call: Any = None, limits: bool = False) -> None:
-        """Calls the operator, and asserts that its results are right; for leaves of the sample its gradients, too."""
+        """Calls the operator, and asserts that its results are right, and its gradients if the sample has leaves."""
         expected = expected or self.expect(sample)
         ours = judge.run(call or self.call, sample, checks.random_grad())
         ours = judge.Result(tuple(map(on_cpu, ours.outputs)), list(map(on_cpu, ours.gradients)))
         judge.assert_right(ours, expected, f"{self.words(sample)}{what and ', '}{what}", limits)
 
     def same(self, now: Sequence[Tensor], before: Sequence[Tensor], sample: Any, what: str) -> None:
-        """Refuses results that are not those of before."""
+        """Refuses the operator if its results differ from earlier ones."""
         for i, (x, y) in enumerate(zip(now, before, strict=True)):
             shapes = f"shape {list(x.shape)}, expected {list(y.shape)}" if x.shape != y.shape else None
             if message := shapes or judge.unequal(x, y):

@@ -1,7 +1,7 @@
-"""python -m extension_cpp demo: every operator beside eager PyTorch, then a small language model that is converted.
+"""`demo` compares every operator with eager PyTorch, then trains a small converted language model.
 
-The model reads bytes of the English text that ships with every Python, and is written with torch.nn alone. Two copies
-with the same weights see the same batches: one as it is, the other after extension_cpp.nn.convert.
+The model reads bytes of the English text that comes with every Python, and uses torch.nn alone. Two equal copies train
+on the same batches, one after nn.convert.
 """
 
 import logging
@@ -39,8 +39,8 @@ LEARNING_RATE, WARMUP = 5e-3, 150
 
 
 def read_text() -> tuple[Tensor, Tensor]:
-    """The texts of Python's own `help()`, without tables and indentation: the bytes that occur, and the text as indices
-    into them."""
+    """Returns the bytes that occur in the text of Python's `help()` without tables, and this text as indices into
+    them."""
     lines = demo_model.help_text().splitlines()
     return demo_model.indices(
         "\n".join(re.sub(r"\s+", " ", line).strip() for line in lines if not line.lstrip().startswith(("|", "+")))
@@ -48,7 +48,7 @@ def read_text() -> tuple[Tensor, Tensor]:
 
 
 class Run(demo_model.Training):
-    """One of the two models in training."""
+    """The training of one of the two models."""
 
     def __init__(self, name: str, text: Tensor, vocabulary: int, device: str, steps: int) -> None:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def write(model: LanguageModel, alphabet: Tensor, prompt: bytes, length: int) ->
 
 
 def largest_difference(ours: Run, stock: Run) -> float:
-    """The largest difference in the first CHECKED_STEPS; NaN if a loss is NaN there."""
+    """Returns the largest difference of the losses in the first CHECKED_STEPS, or NaN if one of these losses is NaN."""
     pairs = torch.tensor([ours.losses, stock.losses], dtype=torch.float64)[:, :CHECKED_STEPS]
     return float((pairs[0] - pairs[1]).abs().max())
 
@@ -120,7 +120,7 @@ def compile_both(ours: Run, stock: Run, text: Tensor, device: str, console: Cons
     batch = demo_model.sequences(text, BATCH, CONTEXT, 0, device)
     table = Table("under torch.compile", "first step", "steps a second", title="Compiled")
     with console.status("compiling"):
-        # The compiler's start belongs to neither model, so another function is compiled first.
+        # Another function is compiled first, so that the start of the compiler counts for neither model.
         torch.compile(lambda x: (x * x).sum())(torch.ones(8, device=device, requires_grad=True)).backward()
         for run in (ours, stock):
             compiled = torch.compile(run.model, fullgraph=True)
@@ -136,7 +136,7 @@ def compile_both(ours: Run, stock: Run, text: Tensor, device: str, console: Cons
 
 
 def output_folder() -> Path:
-    """The folder out/ in the current folder, or a temporary folder if out/ cannot be written."""
+    """Returns the folder out/ in the current folder, or a temporary folder if out/ cannot be written."""
     folder = Path("out")
     try:
         folder.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def output_folder() -> Path:
 
 
 def draw(ours: Run, stock: Run, path: Path) -> None:
-    from matplotlib.figure import Figure  # unlike pyplot it needs no display
+    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -165,7 +165,7 @@ def draw(ours: Run, stock: Run, path: Path) -> None:
 
 
 def choose_device(asked: str | None) -> tuple[str, str]:
-    """The device to run on, and a remark on the choice or nothing."""
+    """Returns the device to run on, and a remark on the choice, which may be empty."""
     if asked == "cpu":
         return "cpu", ""
     machine = info.read_machine()
@@ -176,7 +176,7 @@ def choose_device(asked: str | None) -> tuple[str, str]:
 
 
 def check_compiler(what: str = "the demo", instead: str = "") -> None:
-    """torch.compile writes C++ on the CPU and a C module for Triton on the GPU; both include Python.h."""
+    """Raises CannotRun if torch.compile would fail. It compiles C++, or C for Triton, with Python.h."""
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name.split()[0]) is None:
         raise CannotRun(
@@ -200,7 +200,7 @@ def run(asked_device: str | None, steps: int) -> int:
     """Runs the demo. Returns 1 if the losses differ in the first CHECKED_STEPS."""
     check_compiler()
     device, remark = choose_device(asked_device)
-    # torch warns of a toolkit without a GPU, which is no error here.
+    # torch warns of a toolkit without a GPU, which is no problem here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     console = Console(highlight=False)
     console.print(f"extension_cpp {extension_cpp.__version__}, torch {torch.__version__}, {describe(device)}")

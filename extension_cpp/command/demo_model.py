@@ -1,6 +1,6 @@
-"""The language model of the demo and the examples, its training, and the picture of its losses. It reads bytes.
+"""The language model of the demo and of the examples, which reads bytes, with its training and the plot of its losses.
 
-The model is written with torch.nn alone, so that nn.convert has something to do.
+The model uses torch.nn alone, so that nn.convert can convert it.
 """
 
 import math
@@ -60,9 +60,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer of tokens, then a gated perceptron. Takes and returns a branch and the residual stream, each of shape
-    (B, T, width). Under autocast the stream is float32 and a branch bfloat16; nn.convert joins an addition of two
-    tensors of one dtype and the norm after it."""
+    """A block of a token mixer and a gated MLP. It takes and returns a branch and the residual stream, each of shape
+    (B, T, width). Under autocast the stream is float32 and a branch bfloat16. nn.convert fuses an addition of two
+    tensors of one dtype with the norm after it."""
 
     def __init__(self, width: int, mixer: nn.Module, norm: Callable[[int], nn.Module], bias: bool) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte: embeddings, blocks, a norm and the head."""
+    """Predicts the next byte, with embeddings, blocks, a norm and an output layer."""
 
-    linear_loss = False  # whether linear_cross_entropy is the loss, which nn.convert alone does not change
+    linear_loss = False  # whether to compute the loss by linear_cross_entropy, which nn.convert alone does not do
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if into_the_stream else 0.02)
 
     def forward(self, tokens: Tensor, following: Tensor | None = None) -> Tensor:
-        """The logits or, given the bytes that follow, the mean cross-entropy in nats per byte."""
+        """Returns the logits or, if the following bytes are given, the mean cross-entropy in nats per byte."""
         x = self.token(tokens)
         residual = torch.zeros_like(x)
         for block in self.blocks:
@@ -122,19 +122,19 @@ class LanguageModel(nn.Module):
 
 
 def help_text() -> str:
-    """The texts of Python's own `help()`, which come with every Python."""
+    """Returns the text of Python's own `help()`, which comes with every Python."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[key] for key in sorted(topics))
 
 
 def indices(text: str) -> tuple[Tensor, Tensor]:
-    """The bytes that occur, and the text as indices into them."""
+    """Returns the bytes that occur in the text, and the text as indices into these bytes."""
     return torch.unique(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), return_inverse=True)
 
 
 def sequences(text: Tensor, batch: int, context: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """Sequences from random places, and the bytes that follow, each (batch, context)."""
+    """Draws sequences from random places, and the bytes that follow, each (batch, context)."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
     drawn = text[starts + torch.arange(context + 1)].to(device)
@@ -142,7 +142,7 @@ def sequences(text: Tensor, batch: int, context: int, seed: int, device: str) ->
 
 
 def generate(model: nn.Module, tokens: Sequence[int], length: int, context: int, temperature: float) -> list[int]:
-    """Continues the tokens, and returns them with what follows."""
+    """Continues the tokens, and returns them with their continuation."""
     tokens, device = list(tokens), next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -156,19 +156,19 @@ def generate(model: nn.Module, tokens: Sequence[int], length: int, context: int,
 
 
 class Training:
-    """A model in training: an optimizer, and the loss and the seconds of each step."""
+    """The training of a model, with an optimizer, and the loss and the seconds of each step."""
 
     def __init__(
         self, model: LanguageModel, parameters: Any, learning_rate: float, steps: int, warmup: int = WARMUP
     ) -> None:
-        """parameters: all of them, or groups, as an optimizer takes them."""
+        """Takes all parameters, or parameter groups, as an optimizer does."""
         self.model, self.learning_rate, self.steps, self.warmup = model, learning_rate, steps, warmup
         self.optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         self.losses: list[float] = []
         self.seconds: list[float] = []  # one for each step of this run
 
     def backward(self, number: int) -> Tensor:
-        """Leaves the gradients of the step of this number, and returns its loss."""
+        """Computes the gradients of the step of this number, and returns its loss."""
         raise NotImplementedError
 
     def mean(self, loss: Tensor) -> float:
@@ -187,7 +187,7 @@ class Training:
         self.seconds.append(time.perf_counter() - began)
 
     def step_seconds(self) -> float:
-        """The median, on which the slower first steps have no effect."""
+        """Returns the median, which the slower first steps do not affect."""
         return statistics.median(self.seconds)
 
 
@@ -210,8 +210,8 @@ LOOKS: tuple[dict[str, Any], ...] = (
 
 
 def draw_losses(top: Any, bottom: Any, losses: dict[str, list[float]], title: str, alone: str = "") -> dict[str, Any]:
-    """Draws each curve into the axes above, and how far it is from the first one into those below, or the words
-    `alone`. Returns the curves' colors."""
+    """Draws each curve into the axes `top`, and its distance from the first curve, or the words `alone`, into `bottom`.
+    Returns the colors of the curves."""
     first = next(iter(losses.values()), [])
     for look, (name, values) in zip(LOOKS, losses.items(), strict=False):
         marker = "." if len(values) == 1 else None

@@ -1,4 +1,4 @@
-"""The demo's first part: error and time of every operator, beside eager PyTorch's."""
+"""Prints the first part of the demo: error and time of every operator, beside those of eager PyTorch."""
 
 import contextlib
 import ctypes
@@ -24,9 +24,9 @@ COLUMNS = 1024
 ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}
 ROWS_CHECKED = 2**8
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-SECONDS_A_ROW = 0.4  # the seconds of timing, after two rounds of warm-up
+SECONDS_A_ROW = 0.4  # seconds of timing per row, after two rounds of warm-up
 
-# The fastest form in eager PyTorch: a function of PyTorch if there is one, else the formula in reference.py.
+# The fastest form in eager PyTorch: PyTorch's function if there is one, or the formula in reference.py.
 EAGER = SimpleNamespace(
     **vars(reference)
     | {name: getattr(F, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
@@ -41,7 +41,7 @@ EAGER = SimpleNamespace(
     }
 )
 
-# What an argument of a name is, in any operator: the shape of a tensor, by the number of rows, or a value.
+# Shapes of tensors, as a function of the number of rows, by argument name. A name means the same in every operator.
 SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
     **dict.fromkeys(("a", "b", "gate", "input", "logits", "residual", "up", "x"), lambda rows: (rows, COLUMNS)),
     **dict.fromkeys(("bias", "weight"), lambda rows: (COLUMNS,)),
@@ -54,25 +54,25 @@ VALUES = {"c": 0.5, "decay": 0.5, "dim": -1, "normalized_shape": (COLUMNS,), "p"
 
 
 class Case:
-    """One operator, and the arguments that it is called with, by the names of its parameters."""
+    """One operator, with the arguments of its call by parameter name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         parameters = inspect.signature(getattr(extension_cpp, name)).parameters
-        left = {"weight"} if "target" in parameters else set()  # the weights of the classes
+        left = {"weight"} if "target" in parameters else set()  # leaves out the weights of the classes
         left |= {each for each in parameters if each == "p" and parameters[each].default == 0}
         self.names = [each for each in parameters if each in {*SHAPES, *VALUES} - left]
         needed = {each for each, parameter in parameters.items() if parameter.default is parameter.empty}
         self.is_known = needed <= {*self.names}
 
     def call(self, namespace: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs of the function of this name in the namespace."""
+        """Returns the outputs of the function of this name in the namespace."""
         values = {name: VALUES[name] for name in self.names if name in VALUES}
         result = getattr(namespace, self.name)(**tensors, **values)
         return result if isinstance(result, tuple) else (result,)
 
     def make(self, rows: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of a call. Those that can have a gradient require it."""
+        """Makes the tensors of a call. Those that can have a gradient require it."""
         generator = torch.Generator(device).manual_seed(0)
         made = {}
         if "linear_weight" in self.names:  # a matrix product takes most of the time
@@ -89,17 +89,15 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The operators whose arguments have names that are known here, in the order of reference.py."""
+    """Returns the operators whose argument names are known here, in the order of reference.py."""
     found = (Case(name) for name in vars(reference) if name in extension_cpp.__all__)
     return [case for case in found if case.is_known]
 
 
 def keep_memory() -> None:
-    """Makes the C library keep freed blocks instead of giving them back to the system, for the rest of the process.
-
-    It returns large blocks by habit, and the next call then pays for page faults more than for its work.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+    """Makes the C library keep freed blocks for the rest of the process. By default it returns large blocks to the
+    operating system, and the next call then spends more time on page faults than on its work."""
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -109,21 +107,20 @@ def keep_memory() -> None:
 
 
 def results(case: Case, namespace: Any, tensors: dict[str, Tensor], grads_out: tuple[Tensor, ...]) -> list[Tensor]:
-    """The outputs and the gradients of all tensors that have one."""
+    """Returns the outputs, and the gradients of all tensors that have one."""
     outputs = case.call(namespace, tensors)
     leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads_out)]
 
 
 def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
-    """The largest error, relative to the largest exact value."""
+    """Returns the largest error, relative to the largest exact value."""
     pairs = zip(found, truth, strict=True)
     return float(torch.stack([(got.double() - want).abs().max() / want.abs().max() for got, want in pairs]).max())
 
 
 def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
-    """The largest error of our results and gradients, and that of eager's. Eager's dropout draws another mask, and is
-    not compared."""
+    """Returns the largest error of our results and gradients, and that of eager's, except for dropout's other mask."""
     tensors = case.make(ROWS_CHECKED, device, dtype)
     exact = {
         name: each.detach().double().requires_grad_(each.requires_grad) if each.is_floating_point() else each
@@ -156,7 +153,7 @@ def seconds(function: Callable[[], Any], device: str) -> float:
         return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    # For a millisecond the device waits and the host runs ahead, so that only the device's work is timed.
+    # The device waits for a millisecond while the host runs ahead, so that only the device's work is timed.
     torch.cuda._sleep(2_000_000)
     start.record()
     function()
@@ -166,8 +163,8 @@ def seconds(function: Callable[[], Any], device: str) -> float:
 
 
 def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float) -> dict[str, float]:
-    """The seconds of a call of each function. They take turns, so that a change of the machine's state affects all.
-    The first two rounds, which get memory that was never used, do not count."""
+    """Returns the median seconds of a call of each function. The functions take turns, so that a change of the
+    machine's state affects all. The first two rounds, which use memory for the first time, do not count."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     rounds, started = 0, time.perf_counter()
     while rounds < 5 or time.perf_counter() - started < budget:
@@ -178,7 +175,7 @@ def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float)
 
 
 def to_time(case: Case, tensors: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
-    """Forward without gradients, and forward with backward, of ours and of eager's."""
+    """Returns functions to time: forward without gradients, and forward with backward, of our op and of eager's."""
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     grads_out = tuple(torch.ones_like(y) for y in case.call(EAGER, detached))
     functions: dict[str, Callable[[], Any]] = {}
@@ -189,20 +186,20 @@ def to_time(case: Case, tensors: dict[str, Tensor]) -> dict[str, Callable[[], An
 
 
 def short(number: float) -> str:
-    """At most five characters, lest the table be wider than 80 columns."""
+    """Returns a number as at most five characters, so that the table fits into 80 columns."""
     decimals = 4 if number < 0.1 else 3 if number < 1 else 2 if number < 10 else 1 if number < 100 else 0
     text = f"{number:.{decimals}f}"
     return text.removeprefix("0") if number < 0.1 else text
 
 
 def milliseconds(ours: float, eager: float) -> list[str]:
-    """Two cells: the times, and eager's time divided by ours."""
+    """Returns two cells: both times, and eager's time divided by ours."""
     ratio = f"{eager / ours:.1f}" if eager < 9.9 * ours else f"{eager / ours:.0f}"
     return [f"{short(1000 * ours)} / {short(1000 * eager)}", f"[{'green' if ours <= eager else 'yellow'}]{ratio}x[/]"]
 
 
 def show(device: str, console: Console) -> None:
-    """Prints the table; takes about 30 seconds."""
+    """Prints the table, in about 30 seconds."""
     dtype, rows = DTYPE[device], ROWS_TIMED[device]
     table = Table(title=f"Every operator beside eager PyTorch, {str(dtype)[6:]}", box=None, padding=(0, 1, 0, 0))
     table.add_column("\noperator", no_wrap=True)

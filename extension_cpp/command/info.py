@@ -1,7 +1,7 @@
-"""python -m extension_cpp info: what was built, what this machine has, and whether they fit.
+"""python -m extension_cpp info: prints what was built, what this machine has, and whether both fit.
 
-It must also work if the package does not (library missing, torch missing or too old). So nothing here needs the
-library, and torch is imported only where it is asked for a fact. `misfits` decides from plain values.
+The command must work even if the package does not, because the library or torch is missing or too old. Nothing here
+needs the library, and torch is only imported to ask for a fact. `misfits` decides from plain values.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 class Build:
     """What the library was built for."""
 
-    cuda: str | None  # "13.0"; None: without CUDA
+    cuda: str | None  # for example "13.0"; None if built without CUDA
     architectures: tuple[str, ...]  # as in TORCH_CUDA_ARCH_LIST: "8.0", "9.0+PTX"
     cpu: tuple[str, ...]  # instruction sets: "baseline", "v3", "v4"
     debug: bool
@@ -39,10 +39,10 @@ class Gpu:
 class Machine:
     """What the library finds on the machine where it runs."""
 
-    torch: str | None  # version; None: not installed
-    torch_cuda: str | None  # the CUDA that torch was built with
+    torch: str | None  # version; None if torch is not installed
+    torch_cuda: str | None  # the CUDA version that torch was built with
     driver: str | None  # NVIDIA's driver, "580.65.06"
-    driver_cuda: str | None  # the newest CUDA that the driver knows, "13.0"
+    driver_cuda: str | None  # the newest CUDA version that the driver supports, "13.0"
     gpus: tuple[Gpu, ...] = ()
     torch_sees_gpus: bool = True
 
@@ -51,7 +51,7 @@ class Machine:
 
 
 def parse_build(text: str) -> Build:
-    """Reads the library's own description, `cuda=13.0 architectures=8.0,9.0+PTX cpu=baseline,v3,v4 debug=0`."""
+    """Parses the library's own description, `cuda=13.0 architectures=8.0,9.0+PTX cpu=baseline,v3,v4 debug=0`."""
     fields = dict(item.split("=", 1) for item in text.split())
     architectures = () if fields["architectures"] == "none" else tuple(fields["architectures"].split(","))
     cuda = None if fields["cuda"] == "none" else fields["cuda"]
@@ -59,16 +59,16 @@ def parse_build(text: str) -> Build:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "580.65.06" gives (580, 65, 6), "2.11.0+cu130" gives (2, 11, 0)."""
+    """Returns the leading numbers of a version: (580, 65, 6) for "580.65.06", (2, 11, 0) for "2.11.0+cu130"."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def serves(architecture: str, capability: tuple[int, int], driver_compiles: bool = True) -> bool:
-    """Whether code built for an architecture, such as "9.0+PTX", runs on a GPU of a compute capability.
+    """Returns whether code built for an architecture, such as "9.0+PTX", runs on a GPU of a compute capability.
 
-    Machine code runs on GPUs with the same major number and the same or a higher minor number; with a suffix a only on
-    that GPU. The driver compiles PTX for any GPU that is as new or newer.
+    Machine code runs on GPUs with the same major number and the same or a higher minor number. With the suffix a it
+    runs only on that GPU. The driver compiles PTX for any GPU that is as new or newer.
     """
     match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
     if match is None:
@@ -82,9 +82,9 @@ def serves(architecture: str, capability: tuple[int, int], driver_compiles: bool
 
 
 def misfits(build: Build, machine: Machine) -> list[str]:
-    """What keeps this build from the machine's GPUs, and what to do about it: one sentence each, none if all fit.
+    """Returns the reasons why this build does not run on the machine's GPUs, and what to do, one sentence each.
 
-    A machine without a GPU fits every build: the CPU operators need nothing but the library.
+    A machine without a GPU fits every build, because the CPU operators need nothing but the library.
     """
     if not machine.gpus:
         return []
@@ -115,7 +115,7 @@ def _torch_and_driver_misfits(cuda: str, machine: Machine) -> list[str]:
             "the driver (https://www.nvidia.com/drivers); until then the CPU operators work."
         ]
     if machine.torch is None:
-        return []  # the package does not load then, and says so
+        return []  # the package does not load then, and reports it itself
     if machine.torch_cuda is None:
         return [
             f"torch {machine.torch} was built without CUDA, so no tensor can be on the GPU: install a torch with CUDA "
@@ -130,7 +130,7 @@ def _torch_and_driver_misfits(cuda: str, machine: Machine) -> list[str]:
 
 
 def _architecture_misfits(build: Build, machine: Machine, rebuild: str) -> list[str]:
-    # A driver compiles PTX only of a CUDA that it knows; machine code runs across one release line.
+    # A driver compiles PTX only of a CUDA version that it supports. Machine code runs across one release line.
     knows_ptx = machine.driver_cuda is None or version(machine.driver_cuda) >= version(build.cuda or "")
     found = []
     for gpu in sorted(set(machine.gpus), key=lambda gpu: (gpu.capability, gpu.name)):
@@ -146,7 +146,7 @@ def _architecture_misfits(build: Build, machine: Machine, rebuild: str) -> list[
 
 
 def cuda_problem(build: Build, machine: Machine) -> str | None:
-    """Why the operators cannot run on a GPU here, in one sentence; None if they can."""
+    """Returns why the operators cannot run on a GPU here, in one sentence, or None if they can."""
     if build.cuda is None and not machine.gpus:
         return "This build has no CUDA kernels, and this machine has no NVIDIA GPU."
     if not machine.gpus:
@@ -169,17 +169,17 @@ def ask_library(question: str, *arguments: Any) -> str:
 
 
 def ask_library_number(question: str) -> int:
-    """The same for functions without arguments that return a number."""
+    """Calls one of the loaded library's functions without arguments that return a number."""
     return int(getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")())
 
 
 def read_build() -> Build:
-    """What the loaded library says about itself."""
+    """Returns the loaded library's description of itself."""
     return parse_build(ask_library("build_info"))
 
 
 def search_build() -> Build | None:
-    """The same, found in the file of a library that cannot be loaded. None: it is not there."""
+    """Searches the description in the file of a library that cannot be loaded. Returns None if there is none."""
     try:
         match = re.search(rb"cuda=\S+ architectures=\S+ cpu=\S+ debug=[01]", library().read_bytes())
     except OSError:
@@ -203,7 +203,7 @@ def read_machine() -> Machine:
 
 
 def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
-    """The driver's version and every GPU, also those hidden from torch or too old for it."""
+    """Returns the driver's version and every GPU, also those hidden from torch or too old for it."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
@@ -240,8 +240,8 @@ def _search(pattern: str, path: str) -> re.Match[str] | None:
 
 
 def schemas() -> list[str]:
-    """The schemas of all registered operators, without the overloads that have no Autograd kernel. Defaults are as
-    Python writes them: PyTorch prints 1e-05 with 17 digits."""
+    """Returns the schemas of all registered operators, without the overloads that have no Autograd kernel. Defaults are
+    written as in Python, because PyTorch prints 1e-05 with 17 digits."""
     import torch
 
     from .._namespace import NAMESPACE
@@ -258,13 +258,13 @@ def schemas() -> list[str]:
 
 # ---- plans of the norms' GPU kernels (csrc/rows/plan.h) ----
 
-# The form of each norm (rows/plan.h), on which its plan depends. 0: plain, 1: with a residual, 2: with dropout.
+# The form of each norm, on which its plan depends: 0 is plain, 1 has a residual, 2 has dropout (rows/plan.h).
 NORMS = {"layer_norm": 0, "rms_norm": 0, "add_layer_norm": 1, "add_rms_norm": 1, "layer_norm_dropout": 2}
-DTYPES = ("float64", "float32", "bfloat16", "float16")  # as csrc/common/dtype.h numbers them
+DTYPES = ("float64", "float32", "bfloat16", "float16")  # numbered as in csrc/common/dtype.h
 
 
 def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict[str, str]:
-    """How an H100 would run a norm of contiguous tensors, if all gradients are needed."""
+    """Returns how an H100 would run a norm of contiguous tensors, if all gradients are needed."""
     shape = ctypes.c_int64(rows), ctypes.c_int64(cols)
     text = ask_library("norm_plan", NORMS[op], DTYPES.index(dtype), backward, *shape)
     return dict(word.split("=", 1) for word in text.split())
@@ -313,8 +313,8 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
 
 
 def run(load_error: str = "", with_schemas: bool = False) -> int:
-    """Prints the facts, and first whether they fit. Returns 1 if the package cannot be used; load_error says why."""
-    from .. import __version__  # the package may still be about to complete it when this module is imported
+    """Prints whether the build fits, then the facts. Returns 1 if the package cannot be used; load_error says why."""
+    from .. import __version__  # this module may be imported before the package has completed its version
 
     build, machine = search_build() if load_error else read_build(), read_machine()
     level = None if load_error else ask_library("cpu_level")

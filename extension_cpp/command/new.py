@@ -1,7 +1,7 @@
-"""`new` and `remove`: an op from a schema into the tree in which the user stands, and out of it again.
+"""Implements `new` and `remove`, which add an op from a schema to the user's tree, and remove it again.
 
 A package made by new-package has its own copy of this file, of the files that it imports, and of the code that ops
-share. So the command runs in the tree that it changes: what it writes fits what is there.
+share. The command runs in the tree that it changes, so that its files fit the others there.
 """
 
 import argparse
@@ -37,7 +37,7 @@ OF_SCHEMA = ("dtype", "shape", "role", "grad", "save", "work")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One sentence, where argparse would put the usage in front of it."""
+        """Prints one sentence, without the usage that argparse would print before it."""
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
@@ -69,7 +69,7 @@ def add_remove(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def add_schema(command: argparse.ArgumentParser) -> None:
-    """What --schema makes an operator of, in place of a template."""
+    """Adds --schema and its options, which describe an operator in place of a template."""
     group = command.add_argument_group(
         "an operator of your own", "in place of --kind; docs/TEMPLATE_USAGE.md says more"
     )
@@ -88,7 +88,7 @@ def add_schema(command: argparse.ArgumentParser) -> None:
 
 
 def described(options: argparse.Namespace, name: str | None) -> Operator | None:
-    """The operator of --schema, which must have this name if there is one; None without --schema."""
+    """Returns the operator of --schema, or None without --schema. If `name` is given, it must be the operator's."""
     given = [option for option in OF_SCHEMA if getattr(options, option)]
     if options.schema is None:
         if given:
@@ -122,7 +122,7 @@ def run_remove(options: argparse.Namespace) -> int:
 
 
 def run_elsewhere(options: argparse.Namespace) -> int | None:
-    """The exit status of the same command of the tree that the user means, if that tree is not this one."""
+    """Runs the same command of the user's tree and returns its exit status, or None if it is this tree."""
     place = options.place.resolve()
     found = tree.tree_of(place)
     if found is None:
@@ -156,11 +156,11 @@ def dispatch(parser: Parser, words: Sequence[str] | None) -> int:
         return 1
 
 
-# ---- an op in ----
+# ---- adding an op ----
 
 
 def from_schema(operator: Operator) -> Addition:
-    """An op whose kernels write zeros until the user writes the formula."""
+    """Returns an op whose kernels write zeros until the user writes the formula."""
     name, folder = operator.name, f"extension_cpp/csrc/{operator.name}/{operator.name}"
     tree.check_identifier("op", name.removesuffix("_"))
     row, section = generate_python.documents(operator)
@@ -199,11 +199,11 @@ def new(op: Addition, state: str) -> None:
     print(NEXT.format(name=op.name, state=state))
 
 
-# ---- and out ----
+# ---- removing an op ----
 
 
 def plan_removal(name: str) -> Plan:
-    """The reverse of `new`: takes out only what `new` writes, and nothing that other code uses."""
+    """Plans the reverse of `new`: removes only what `new` writes, and nothing that other code uses."""
     tree.check_identifier("op", name.removesuffix("_"))
     package = tree.TREE / "extension_cpp"
     folder, page = package / "csrc" / name, tree.TREE / "docs" / "ops.md"
@@ -232,18 +232,18 @@ def plan_removal(name: str) -> Plan:
         plan.changed[path] = tree.cut(path, plan.changed.get(path, path.read_text()), pattern, what)
     readme = tree.TREE / "README.md"
     text = readme.read_text()
-    if tree.with_count(text, -1) != text:  # a package's does not count them
+    if tree.with_count(text, -1) != text:  # a package's README does not count its ops
         plan.changed[readme] = tree.with_count(text, -1)
     return plan
 
 
 def compiled(name: str) -> list[Path]:
-    """The folders with what was compiled of an op."""
+    """Returns the folders with the compiled files of an op."""
     return [*tree.TREE.glob(f"build/*/{name}"), *tree.TREE.glob(f"build/*/*/{name}")]
 
 
 def check_unused(name: str, plan: Plan) -> None:
-    """Refuses to take out an op that other code calls. A test that calls it fails by itself."""
+    """Refuses to remove an op that other code calls. A test that calls it fails by itself."""
     modules = "ops|extension_cpp|reference|_ops"
     word = re.compile(rf'\b(?:{modules})\.{name}(?:_\w+)?\b|#include "{name}/|Gate\([^)]*"{name}"')
     sources = [path for part in ("extension_cpp", "benchmarks", "examples") for path in (tree.TREE / part).rglob("*")]
@@ -256,7 +256,7 @@ def check_unused(name: str, plan: Plan) -> None:
 
 
 def remove(name: str) -> None:
-    """Takes an op out of this tree: what `new` wrote, and what was compiled of it."""
+    """Removes an op from this tree: the files of `new`, and the compiled files."""
     plan = plan_removal(name)
     tree.write(plan)
     for folder in (tree.TREE / "extension_cpp" / "csrc" / name, *compiled(name)):

@@ -1,4 +1,4 @@
-"""The time of one call, on the CPU or on the GPU with an L2 that holds nothing of the call before."""
+"""Measures the time of one call, on the CPU, or on a GPU whose L2 holds nothing of the previous call."""
 
 import functools
 import time
@@ -19,7 +19,7 @@ def _other_memory() -> torch.Tensor:
 
 
 def once_cuda(call: Callable[[], object], ahead: bool) -> float:
-    _other_memory().zero_()  # several times the L2, else a call would find part of its input there from the call before
+    _other_memory().zero_()  # flushes the L2 cache, in which the call would otherwise find a part of its input
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if ahead:  # the host launches the call during this wait, so that the events enclose device time alone

@@ -1,4 +1,4 @@
-"""`new-package`: writes a package of its own with one op, and brings it a later version of the files that it copied."""
+"""Implements `new-package`, which writes a package with one op, and updates the files that the package copied."""
 
 import argparse
 import hashlib
@@ -12,12 +12,12 @@ from . import scaffold, tree
 from .errors import CannotMake
 from .tree import Plan
 
-# The files of a new package: from templates/package; and those that are the same as this package's. The user edits the
-# first. Of the others --update brings a later version.
+# The files of a new package. OWN and COPIED come from templates/package, and SHARED from this package. The user edits
+# OWN. --update replaces the others by a later version.
 OWN = [".github/workflows/ci.yml", "CHANGELOG.md", "MANIFEST.in", "README.md", "pyproject.toml", "requirements.txt"]
 OWN += ["docs/ops.md", "extension_cpp/__init__.py", "extension_cpp/_ops.pyi", "extension_cpp/ops.py"]
 OWN += ["extension_cpp/reference.py"]
-COPIED = ["Makefile", "benchmark.py", "extension_cpp/__main__.py"]  # of templates/package
+COPIED = ["Makefile", "benchmark.py", "extension_cpp/__main__.py"]  # from templates/package
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
 SHARED += ["extension_cpp/_namespace.py", "extension_cpp/_ops.py", "extension_cpp/py.typed"]
@@ -29,7 +29,7 @@ SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*.h", "e
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
 SHARED += ["tests/opspec.py", "tests/specs/__init__.py", "tests/battery/*.py"]
 SHARED += ["tests/test_judge.py", "tests/test_library.py", "tests/guarded.py", "tests/c/guarded_allocator.c"]
-# What says in a package which files are copies, of which version, and what they were when they were written.
+# The file of a package that lists the copied files, their version, and their digests when they were written.
 MANIFEST = "copied.sha256"
 
 NEXT = """
@@ -46,15 +46,15 @@ def renamed(text: str, name: str) -> str:
 
 
 def copies() -> dict[str, str]:
-    """The files that a package has a copy of, by their places."""
+    """Returns the files that a package copies, by their path."""
     texts = {place: (tree.TREE / "templates" / "package" / place).read_text() for place in COPIED}
     found = (path for pattern in SHARED for path in tree.TREE.glob(pattern) if path.is_file())
     return texts | {str(path.relative_to(tree.TREE)): path.read_text() for path in found}
 
 
 def under(folder: Path, texts: dict[str, str], name: str) -> dict[Path, str]:
-    """The texts of a package of this name, laid out, by their paths in its folder."""
-    license_text = texts.get("LICENSE")  # its copyright line stays as it is
+    """Renames and formats the texts for a package of this name, and returns them by their path in its folder."""
+    license_text = texts.get("LICENSE")  # the copyright line must not be renamed
     found = {folder / renamed(place, name): renamed(text, name) for place, text in sorted(texts.items())}
     return tree.laid_out(found) | ({folder / "LICENSE": license_text} if license_text is not None else {})
 
@@ -64,7 +64,7 @@ def digest(data: bytes) -> str:
 
 
 def manifest(texts: dict[str, str]) -> str:
-    """The text of the MANIFEST, of digests by places; `sha256sum --check` reads it, too."""
+    """Returns the text of the MANIFEST, with a digest for each path, which `sha256sum --check` can read."""
     lines = (f"{found}  {place}\n" for place, found in sorted(texts.items()))
     return f"# Written by new-package of extension_cpp {extension_cpp.__version__.split('+')[0]}\n" + "".join(lines)
 
@@ -91,7 +91,7 @@ def plan_package(folder: Path, name: str, op: tree.Addition) -> Plan:
 
 
 def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
-    """What an update changes, and the copied files that stay because the user changed them."""
+    """Returns what an update changes, and the copied files that it leaves because the user changed them."""
     lines = [line.split("  ", 1) for line in (root / MANIFEST).read_text().splitlines() if not line.startswith("#")]
     before = {place: known for known, place in lines}
     texts = under(root, copies(), name)
@@ -110,7 +110,7 @@ def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
             plan.changed[path] = texts[path]
         else:
             plan.removed.append(path)
-    # A file that stays keeps the digest of the version from which the user's began.
+    # A file that stays keeps the digest of the version that the user changed.
     kept = {str(path.relative_to(root)): before.get(str(path.relative_to(root)), "") for path in left}
     text = manifest(digests | {place: known for place, known in kept.items() if known})
     if text != (root / MANIFEST).read_text():

@@ -1,4 +1,4 @@
-"""`new --kind`: the templates under other names, as ops of this tree and as examples."""
+"""Implements `new --kind`, which copies a template under another name, as an op of this tree or as an example."""
 
 import argparse
 import ctypes
@@ -13,7 +13,7 @@ from .tree import Addition, Plan
 
 OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace", "stencil", "segments")
 KINDS = (*OP_KINDS, "accessor")
-# What the templates compute.
+# The op of a new package of each kind: the name of what the template computes.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
 FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step", "stencil": "causal_conv"}
 FIRST_OP |= {"segments": "segment_sum"}
@@ -39,18 +39,18 @@ def check_module(what: str, name: str) -> None:
 
 
 def named(name: str, symbols: set[str]) -> set[str]:
-    """The symbols of a template that have the op's name in them, under that name."""
+    """Returns the symbols of a template that contain the placeholder, renamed for the op."""
     return {PLACEHOLDER.sub(name, symbol) for symbol in symbols if PLACEHOLDER.search(symbol)}
 
 
 def section_of(path: Path, start: str, name: str) -> str:
-    """A template under the op's name, from the line that begins with `start` to the end."""
+    """Returns the text of a template from the line that begins with `start`, renamed for the op."""
     text = path.read_text()
     return PLACEHOLDER.sub(name, text[text.index(f"\n{start}") :].strip("\n")) + "\n"
 
 
 def op_files(kind: str, name: str) -> dict[str, str]:
-    """The files of an op, by their paths in a tree: kernels, shim, Python, spec, test."""
+    """Returns the files of an op by their path in a tree: kernels, shim, Python, spec and test."""
     template = tree.TREE / "templates" / kind
     kernels = sorted((template / "kernel_template").iterdir())
     places = {f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": path for path in kernels}
@@ -61,7 +61,7 @@ def op_files(kind: str, name: str) -> dict[str, str]:
 
 
 def from_template(kind: str, name: str) -> Addition:
-    """The op of a template under another name. It works as it stands."""
+    """Returns the op of a template under another name. The op works without further edits."""
     tree.check_identifier("op", name)
     template = tree.TREE / "templates" / kind
     texts = {path.name: path.read_text() for path in template.iterdir() if path.is_file()}
@@ -104,7 +104,7 @@ def new_example(name: str) -> None:
 
 
 def addition(options: argparse.Namespace, name: str | None) -> Addition:
-    """The op of --schema or --kind, under this name or the schema's own."""
+    """Returns the op of --schema or --kind, under this name or its default name."""
     operator = new.described(options, name)
     if operator is not None:
         return new.from_schema(operator)

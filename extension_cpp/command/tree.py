@@ -1,7 +1,7 @@
-"""The tree that `new` and `remove` change: its place, the names that are free there, the edits, and the writing.
+"""The tree that `new` and `remove` change: its root, which names are free, the edits, and the writing of files.
 
-This module needs neither torch nor the library. All is read and checked before the first byte is written. If something
-stops the writing, what was written is taken back.
+This module needs neither torch nor the library. It reads and checks everything before it writes the first byte. If
+something stops the writing, all changes are undone.
 """
 
 import builtins
@@ -22,20 +22,20 @@ from .errors import CannotMake
 from .schema import C_KEYWORDS
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# A wheel has the files of a checkout that are needed here in a folder of its own, at the same paths (pyproject.toml).
+# A wheel has the necessary files of a checkout in this folder, at the same paths (pyproject.toml).
 INSTALLED = PACKAGE / "tree"
 TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 
 # The files of a tree that name each op.
 EDITED = ("extension_cpp/ops.py", "extension_cpp/reference.py", "extension_cpp/_ops.pyi", "docs/ops.md", "README.md")
 
-LONGEST = 28  # with a longer name a line of Python in a template would have more than 120 columns
+LONGEST = 28  # characters; with a longer name a line of Python in a template would have more than 120 columns
 C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
 
 
 @dataclass
 class Plan:
-    """New and changed files, by path, with the text that each will have; and the files to delete."""
+    """New and changed files by path, with their new text, and the files to delete."""
 
     new: dict[Path, str] = field(default_factory=dict)
     changed: dict[Path, str] = field(default_factory=dict)
@@ -44,21 +44,21 @@ class Plan:
 
 @dataclass
 class Addition:
-    """What one op adds to a tree: files by their places, and its parts of the EDITED files."""
+    """What one op adds to a tree: files by path, and its parts of the EDITED files."""
 
     name: str
     files: dict[str, str]
     entry: str
-    reference: Callable[[int], str]  # of the line at which it will stand
+    reference: Callable[[int], str]  # called with the number of its first line
     stub: str
     row: str
     section: str
-    names: set[str]  # what ops.py gets
-    own: set[str]  # what its own module has beside the function
+    names: set[str]  # names that ops.py defines or imports for the op
+    own: set[str]  # names that the op's own module defines beside the function
 
 
 def tree_of(folder: Path) -> tuple[Path, str] | None:
-    """The root of the tree around a folder, and the name of its package."""
+    """Returns the root of the tree around a folder and the name of its package, or None."""
     for root in (folder, *folder.parents):
         build = root / "build_library.py"
         found = re.search(r'^NAMESPACE = "(\w+)"', build.read_text(), re.MULTILINE) if build.is_file() else None
@@ -71,7 +71,7 @@ def tree_of(folder: Path) -> tuple[Path, str] | None:
 
 
 def check_identifier(what: str, name: str) -> None:
-    """Refuses a name that C, C++ or Python does not allow, or that would be a bad name."""
+    """Refuses a name that C, C++ or Python does not allow, or that breaks the package's naming rules."""
     if not name:
         raise CannotMake(f"expected a name for the {what}, but got an empty one")
     if len(name) > LONGEST:
@@ -86,20 +86,20 @@ def check_identifier(what: str, name: str) -> None:
 
 
 def top_level_names(text: str) -> set[str]:
-    """What the text of a Python file defines or imports."""
+    """Returns the names that the text of a Python file defines or imports."""
     symbols = symtable.symtable(text, "text", "exec").get_symbols()
     return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def sources() -> dict[str, str]:
-    """The files of this tree that name ops, by their places."""
+    """Returns the files of this tree that name ops, by their path."""
     shims = (TREE / "extension_cpp" / "csrc").rglob("*.cpp")
     places = [*EDITED, "extension_cpp/__init__.py", *(str(path.relative_to(TREE)) for path in sorted(shims))]
     return {place: (TREE / place).read_text() for place in places}
 
 
 def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool]) -> None:
-    """Refuses an op's name that something has in the tree of these texts, or that hides a builtin in ops.py."""
+    """Refuses an op's name that is taken in the tree of these texts, or that hides a builtin in ops.py."""
     name = op.name
     folders = ("", "extension_cpp/", "extension_cpp/csrc/", "examples/")
     modules = f"extension_cpp/{name}.py", f"extension_cpp/functional/{name}.py"
@@ -131,12 +131,12 @@ def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool
 
 
 def imports_of(name: str) -> list[str]:
-    """What ops.py imports for an op."""
+    """Returns the import lines of ops.py for an op."""
     return [f"from .functional import {name} as {name}_functions\n", f"from .functional.{name} import {name}\n"]
 
 
 def with_entry(text: str, name: str, entry: str) -> str:
-    """ops.py with one more operator: its imports, its name in __all__, its entry."""
+    """Adds an operator to the text of ops.py: its imports, its name in __all__, and its entry."""
     listed = re.search(r"^__all__ = \[.*\n(?: .*\n)*", text, re.MULTILINE)
     if listed is None:
         raise CannotMake("extension_cpp/ops.py has no __all__")
@@ -147,7 +147,7 @@ def with_entry(text: str, name: str, entry: str) -> str:
 
 
 def with_marks(text: str, marks: Iterable[str]) -> str:
-    """ops.py that imports these marks of registration/entries.py, too."""
+    """Adds marks, names in capitals of registration/entries.py, to the imports of ops.py."""
     imported = re.search(r"^from \.registration\.entries import (?:\(([^)]*)\)|([\w, ]*).*)\n", text, re.MULTILINE)
     if imported is None:
         raise CannotMake("extension_cpp/ops.py imports nothing from .registration.entries")
@@ -160,7 +160,7 @@ def with_marks(text: str, marks: Iterable[str]) -> str:
 
 
 def with_row(text: str, row: str) -> str:
-    """The text of a page with one more row under its table of functions."""
+    """Adds a row to the table of functions of a page."""
     table = re.search(r"^\| function \|.*\n(?:\|.*\n)*", text, re.MULTILINE)
     if table is None:
         raise CannotMake("the page of the operators has no table that begins with '| function |'")
@@ -168,18 +168,18 @@ def with_row(text: str, row: str) -> str:
 
 
 def with_count(text: str, more: int) -> str:
-    """README.md, which says how many operators there are."""
+    """Changes the number of operators that README.md names."""
     return re.sub(r"\*\*(\d+) fast operators\*\*", lambda n: f"**{int(n[1]) + more} fast operators**", text)
 
 
 def with_section(text: str, section: str) -> str:
-    """docs/ops.md with one more section after the sections of the other ops."""
-    before, modules, after = text.partition("\n## Modules\n")  # which a package's page does not have
+    """Adds a section to docs/ops.md after the sections of the other ops."""
+    before, modules, after = text.partition("\n## Modules\n")  # a package's page has no modules
     return f"{before}\n{section}{modules}{after}"
 
 
 def cut(path: Path, text: str, pattern: str, what: str) -> str:
-    """The text of this file without the one passage that matches a pattern."""
+    """Returns the text of this file without the one passage that matches a pattern."""
     text, count = re.subn(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
     if count != 1:
         raise CannotMake(f"expected {path.relative_to(TREE)} to have {what} once, but found it {count} times")
@@ -187,7 +187,7 @@ def cut(path: Path, text: str, pattern: str, what: str) -> str:
 
 
 def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
-    """The EDITED files of these texts with one more op."""
+    """Returns the EDITED files of these texts with one more op."""
     ops, table, stub, page, readme = EDITED
     marks = re.findall(r"=([A-Z][A-Z0-9_]+),", op.entry)
     reference = texts[table] + "\n\n"
@@ -205,9 +205,9 @@ def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
 
 
 def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
-    """The texts, formatted as `make lint` wants them: line breaks depend on the name's length.
+    """Returns the texts formatted as `make lint` requires, because line breaks depend on the length of the op's name.
 
-    Without clang-format and ruff the texts are returned as they are; `make format` formats them later.
+    Without clang-format and ruff the texts stay unformatted; `make format` formats them later.
     """
     ruff = ["ruff", "format", "--quiet", "--isolated", "--line-length=120", "--target-version=py310"]
     clang_format = ["clang-format", "-i", f"--style=file:{TREE / '.clang-format'}"]
@@ -242,11 +242,11 @@ def on_signals(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)  # a shell's exit status of a process that this signal ended
+    raise SystemExit(128 + number)  # the status with which a shell reports a process that this signal ended
 
 
 def undo(made: list[Path], before: dict[Path, bytes]) -> None:
-    with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second one must not stop this
+    with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second signal must not stop this
         for path, content in before.items():
             path.write_bytes(content)
         for path in reversed(made):
@@ -278,7 +278,7 @@ def write(plan: Plan) -> None:
                 path.unlink()
     except BaseException as error:
         undo(made, before)
-        if isinstance(error, OSError):  # a full disk has no file's name
+        if isinstance(error, OSError):  # the error of a full disk names no file
             where = error.filename or path
             raise CannotMake(f"cannot write {where}: {error.strerror}; everything is as it was") from error
         raise

@@ -1,4 +1,4 @@
-"""nn.convert: gives the parts of a model for which there are faster ops a forward that calls them."""
+"""Implements nn.convert, which gives the modules of a model a forward that calls faster ops."""
 
 from .conversion import Converted, convert, revert
 

@@ -1,4 +1,4 @@
-"""The table of the activations that nn.convert knows, and the part of it that recognises them by running probes."""
+"""Defines the activations that nn.convert knows, and recognises them by running modules on probes."""
 
 from typing import Any, NamedTuple
 
@@ -13,15 +13,15 @@ from .formulas import DTYPES, EPS, Unfit, gradients_of, result_dtype, run, twin_
 class Known(NamedTuple):
     """An activation for which there are ops."""
 
-    function: str  # its op, torch.nn.functional's function, and the formula in reference.py
+    function: str  # the name of its op, of torch.nn.functional's function, and of the formula in reference.py
     gated: str  # the op for activation(gate) * up
-    module: type[torch.nn.Module]  # computes it, with attributes like these options
-    options: dict[str, Any]  # the keywords of these four
-    backward_options: tuple[bool, ...] = ()  # what the backward operator of `gated` takes in place of them
+    module: type[torch.nn.Module]  # the module of it, whose attributes have the names of `options`
+    options: dict[str, Any]  # keyword arguments of function, gated and module
+    backward_options: tuple[bool, ...] = ()  # arguments of the backward operator of `gated` that replace these
 
 
-# The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. For one more
-# activation, add a row.
+# The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. A new
+# activation needs only a row here.
 TANH = " with approximate='tanh'"
 KNOWN = {
     "silu": Known("silu", "swiglu", nn.SiLU, {}),
@@ -31,12 +31,12 @@ KNOWN = {
 
 
 def name_of_product(name: str) -> str:
-    """The name that the product with an activation has in Converted.changed."""
+    """Returns the name in Converted.changed of the product with an activation."""
     return name.replace(KNOWN[name].function, KNOWN[name].gated)
 
 
 class Activation(NamedTuple):
-    """What a module computes, element by element."""
+    """The activation that a module computes for each element."""
 
     function: str  # a key of KNOWN
     input: str  # the name of forward's argument
@@ -49,7 +49,7 @@ class Activation(NamedTuple):
         return self.function
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
 def activation(x: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     dtype, known = result_dtype(results, x), KNOWN[function]
     op = getattr(ops, known.function)
@@ -69,14 +69,14 @@ def may_be_activation(module: torch.nn.Module) -> bool:
 
 
 def is_asked_for(module: torch.nn.Module) -> bool:
-    """Whether a user would ask why convert did not change this module."""
+    """Returns whether a user would ask why convert did not change this module."""
     name = type(module).__name__.lower()
     is_torchs = isinstance(module, tuple(getattr(torch.nn, known.module.__name__) for known in KNOWN.values()))
     return is_torchs or (may_be_activation(module) and any(known.function in name for known in KNOWN.values()))
 
 
 def recognise(module: torch.nn.Module, input: str) -> Activation:
-    """The activation that a module computes, found by running it on probes."""
+    """Returns the activation that a module computes, found by running the module on probes."""
     if getattr(module, "inplace", False):
         raise Unfit("it works in place, which the op could only copy")
     for function in KNOWN:
@@ -91,17 +91,17 @@ def recognise(module: torch.nn.Module, input: str) -> Activation:
     raise Unfit(f"it computes none of {', '.join(KNOWN)}")
 
 
-# The relative error allowed in float64: some activations (FastGELUActivation) have constants of about ten digits.
-# gelu and its tanh form differ by 1e-4.
+# The relative error allowed in float64, because some activations (FastGELUActivation) have constants of about ten
+# digits. gelu and its tanh form differ by 1e-4, which is far more.
 CONSTANTS = 1e-9
 
 
 def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
-    """Compares with the function in float64, in training and evaluation mode, on tensors of 1 to 4 dimensions.
+    """Compares a module with the function in float64, in training and evaluation mode, on 1 to 4 dimensions.
 
     The bound is relative to the input, because many gelus compute x * (1 + tanh(...)), where 1 + tanh cancels. It is 8
-    eps: the roundings of the polynomial (four, which tanh's slope shrinks to 0.45 of one), of the sum and of two
-    products, half an eps each, and as much again for PyTorch's functions.
+    eps. Half of it is for the roundings of half an eps each: four of the polynomial (of which tanh's slope leaves 0.45
+    of one), and those of the sum and of two products. The other half is for PyTorch's functions.
     """
     dense = torch.linspace(-30, 30, 2403, dtype=torch.float64)
     x = torch.cat([dense, torch.tensor([-1e4, -1e-3, 0.0, 1e-3, 1e4], dtype=torch.float64)]).to(dtype)
@@ -118,7 +118,7 @@ def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
 
 
 def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
-    """Compares the gradients, which shows whether a part is detached. The gradients are of size 1."""
+    """Compares the gradients with the function's, which shows whether a part is detached. Gradients are of size 1."""
     for training in (True, False):
         x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
         got = gradients_of(run(twin_of(module, [], training=training), x * 1), [x], torch.ones_like(x))

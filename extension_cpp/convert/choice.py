@@ -1,4 +1,4 @@
-"""The part of nn.convert that says which changes its caller asked for: ``only`` and ``skip``."""
+"""Implements ``only`` and ``skip`` of nn.convert, by which the caller chooses what is changed."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -7,7 +7,7 @@ import torch
 
 from .activations import KNOWN
 
-# The functions that `changed` may name, without their forms (" with approximate='tanh'").
+# The functions that `changed` may name, without suffixes such as " with approximate='tanh'".
 FUNCTIONS = (
     "layer_norm",
     "rms_norm",
@@ -32,13 +32,13 @@ class Choice:
         self.skip = _items("skip", skip, model)
 
     def may_change(self, name: str) -> bool:
-        """Whether a module may be changed, as far as its name decides that."""
+        """Returns whether a module may be changed, as far as its name decides."""
         if any(fnmatchcase(name, item) for item in self.skip if item not in FUNCTIONS):
             return False
         return self.only is None or any(item in FUNCTIONS or fnmatchcase(name, item) for item in self.only)
 
     def wants(self, name: str, function: str) -> bool:
-        """Whether a module shall call a function."""
+        """Returns whether the caller wants a module to call a function."""
 
         def named(items: list[str]) -> bool:
             return any(item == function if item in FUNCTIONS else fnmatchcase(name, item) for item in items)
@@ -48,7 +48,7 @@ class Choice:
 
 
 def _items(argument: str, items: Iterable[str], model: torch.nn.Module) -> list[str]:
-    """The items as a list. A word that means nothing is refused, because it is a mistake of the caller."""
+    """Returns the items as a list, and refuses an item that matches nothing, because it is a mistake of the caller."""
     listed = [items] if isinstance(items, str) else list(items)
     names = [name for name, _ in model.named_modules()]
     for item in listed:

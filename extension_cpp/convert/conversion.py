@@ -1,4 +1,4 @@
-"""nn.convert, which makes an existing model call this package's ops, and nn.revert, which undoes it.
+"""Implements nn.convert, which makes an existing model call this package's ops, and nn.revert, which undoes it.
 
 A module is converted by changing its class. It stays the same object with the same parameters, buffers, hooks and
 training state, in all places and under all names in which it is registered.
@@ -24,8 +24,8 @@ from .formulas import DTYPES, Unfit, parameters_of
 class Converted(NamedTuple):
     """What convert or revert did, by the names of the modules in the model ("" is the model itself)."""
 
-    changed: dict[str, str]  # by convert, the function that the module calls now; by revert, its class
-    left: dict[str, str]  # why the module was not changed
+    changed: dict[str, str]  # for convert, the function that the module calls now; for revert, its class
+    left: dict[str, str]  # the reason why the module was not changed
 
 
 @formulas.outside_modes()
@@ -128,7 +128,7 @@ def convert(
     for module, plan in losses:
         model_loss.apply(module, plan)
     for module, kind in classes.items():
-        vars(module).pop("forward", None)  # the class's own forward, which would hide that of the new class
+        vars(module).pop("forward", None)  # would hide the forward of the new class
         module.__class__ = kind
     _forget_what_was_compiled(result)
     return result
@@ -137,7 +137,8 @@ def convert(
 def _losses(
     modules: dict[str, torch.nn.Module], is_linear: bool, choice: Choice, result: Converted
 ) -> list[tuple[torch.nn.Module, model_loss.Plan | None]]:
-    """The models whose loss is replaced, each with the plan of its linear loss or None. The result gets their names."""
+    """Returns the models whose loss is replaced, with the plan of their linear loss or None. Adds them to the
+    result."""
     losses = []
     for name, module in modules.items():
         if not model_loss.is_causal_lm(module):
@@ -154,11 +155,11 @@ def _losses(
 
 
 def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
-    """The new classes of the modules that compute a known function as a whole. The result gets their names."""
+    """Returns the new classes of modules that as a whole compute a known function. Adds their names to the result."""
     classes: dict[torch.nn.Module, type] = {}
-    recognised: dict[Any, Any] = {}  # formulas, or why there is none
+    recognised: dict[Any, Any] = {}  # formulas, or the reason why there is none
     for name, module in modules.items():
-        # Of those that compute a known formula only torch.nn's norms have modules inside: their parametrizations.
+        # Only torch.nn's norms may have child modules (parametrizations) and still compute a known formula.
         if isinstance(module, OURS) or (module._modules and not isinstance(module, NORMS)):
             continue
         try:
@@ -176,7 +177,8 @@ def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Conve
 def _rewritten(
     modules: dict[str, torch.nn.Module], classes: dict[torch.nn.Module, type], choice: Choice, result: Converted
 ) -> dict[torch.nn.Module, type]:
-    """The new classes of the modules whose forward is rewritten. The result gets their names. classes: of the others"""
+    """Returns the new classes of modules whose forward is rewritten, where `classes` has the new classes of the others.
+    Adds their names to the result."""
     changes = {}
     for name, module in modules.items():
         if module in classes or not module._modules or isinstance(module, (*OURS, model_loss.LinearLossModel)):
@@ -218,7 +220,7 @@ def revert(model: torch.nn.Module) -> Converted:
         if isinstance(module, nn.CrossEntropyLoss) and module.extends_torch():
             result.left[name] = f"{_class_name(module)}: torch.nn.CrossEntropyLoss has no z_loss and no softcap"
         elif original is not None:
-            vars(module).pop("received", None)  # an attribute of output layers, None between calls
+            vars(module).pop("received", None)  # output layers have this attribute, which is None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
         elif isinstance(module, (formulas.GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
@@ -229,7 +231,7 @@ def revert(model: torch.nn.Module) -> Converted:
     return result
 
 
-# The modules of extension_cpp.nn that replace those of torch.nn with the same name, and the functions that they call.
+# Our modules that replace those of torch.nn with the same name, and the functions that they call.
 FUNCTIONS: dict[type, str] = {
     nn.LayerNorm: "layer_norm",
     nn.RMSNorm: "rms_norm",
@@ -245,9 +247,9 @@ OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, formulas.Generated
 
 
 def _original(converted: type) -> type | None:
-    """The class that a converted module had."""
+    """Returns the class that a converted module had."""
     if formulas.is_generated(converted):
-        return converted.original  # type: ignore[attr-defined]  # the classes that convert makes have it
+        return converted.original  # type: ignore[attr-defined]  # every class that convert makes has it
     return ORIGINALS.get(converted) or model_loss.original_class(converted)
 
 
@@ -260,22 +262,22 @@ def _class_name(module: Any) -> str:
     return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
-SHARDING = "fully_shard, parallelize_module or distribute_module"  # what makes DTensors of parameters
+SHARDING = "fully_shard, parallelize_module or distribute_module"  # these replace parameters by DTensors
 
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
 
-# These are recognised only by their class, and reported if they are not changed.
+# These are recognised only by their class, and are reported if they are not changed.
 KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
 
 
 def _is_asked_for(module: torch.nn.Module) -> bool:
-    """Whether a user would ask why this module was not changed."""
+    """Returns whether a user would ask why this module was not changed."""
     is_called_norm = "norm" in _class_name(module).lower()
     return isinstance(module, (*KINDS, *NORMS)) or is_called_norm or activations.is_asked_for(module)
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
-    """Why this module must not be changed, whatever it computes; None if it may."""
+    """Returns why this module must not be changed, whatever it computes, or None if it may be changed."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
     if torch.nn.utils.parametrize.is_parametrized(module):
@@ -306,7 +308,7 @@ def _has_cuda() -> bool:
 
 
 def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
-    """The class that runs the module on our ops."""
+    """Returns the class that makes the module call our ops."""
     if obstacle := _obstacle(module):
         raise Unfit(obstacle)
     if isinstance(module, KINDS) and type(module) not in KINDS:
@@ -332,12 +334,12 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
     original: type = type(module)
     try:
         return formulas.formula_class(original, formula)
-    except Exception as error:  # from its metaclass or its __init_subclass__
+    except Exception as error:  # raised by its metaclass or its __init_subclass__
         raise Unfit(f"it computes {formula}, but its class cannot be subclassed ({error})") from error
 
 
 def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
-    """The formula that a module computes."""
+    """Returns the formula that a module computes."""
     try:
         taken = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError) as error:
@@ -354,7 +356,7 @@ def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
-    """Everything that decides what a module computes, except its parameters' values; None if it cannot be compared."""
+    """Returns all that decides a module's computation but parameter values, or None if it cannot be compared."""
     own = {name: value for name, value in vars(module).items() if name not in vars(torch.nn.Module())}
     if any(not isinstance(value, (bool, int, float, str, type(None))) for value in own.values()):
         return None

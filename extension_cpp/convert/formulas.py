@@ -1,4 +1,4 @@
-"""What the parts of nn.convert share: classes that compute a known formula, and running modules on probes."""
+"""Helpers of the other modules of nn.convert: classes that compute a known formula, and running modules on probes."""
 
 import contextlib
 import copy
@@ -20,8 +20,8 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
 class Unfit(Exception):
-    """Says in a part of a sentence why something is left as it is. functools.cache keeps results and no exceptions:
-    another call may not meet the reason again."""
+    """Says in a part of a sentence why something is not changed. functools.cache does not cache exceptions, so that
+    another call may not meet the same reason."""
 
 
 # Rules for the dtype of a module's result, as functions of x's dtype, the weight's dtype and the device type.
@@ -29,25 +29,25 @@ RESULTS = {
     "x": lambda x, weight, device: x,
     "promoted": lambda x, weight, device: torch.promote_types(x, weight),
     "half weight": lambda x, weight, device: weight if weight in HALF else torch.promote_types(x, weight),  # T5
-    # Under autocast: the first is PyTorch's layer_norm; the second casts the input to autocast's dtype (Nemotron).
+    # For autocast: the first is PyTorch's layer_norm, and the second casts the input to autocast's dtype (Nemotron).
     "float32 at least": lambda x, weight, device: torch.promote_types(x, torch.float32),
     "autocast": lambda x, weight, device: x if x is torch.float64 else torch.get_autocast_dtype(device),
 }
 
-# PyTorch has other rules for dtypes in each of these: without autocast, and under the autocast of a device type.
+# PyTorch has different dtype rules in each of these: without autocast, and under autocast of a device type.
 CONTEXTS = ("", "cpu", "cuda")
 
 
 def context_of(x: Tensor) -> int:
-    """The index in CONTEXTS of the rules that apply to x now."""
-    if not torch._C._is_any_autocast_enabled():  # the name of x's device takes longer than all the rest
+    """Returns the index in CONTEXTS of the rules that apply to x now."""
+    if not torch._C._is_any_autocast_enabled():  # a fast test: to ask for x's device takes longer
         return 0
     device = x.device.type
     return CONTEXTS.index(device) if device in CONTEXTS and torch.is_autocast_enabled(device) else 0
 
 
 def result_dtype(results: tuple[str, ...], x: Tensor, weight: Tensor | None = None) -> torch.dtype:
-    """The dtype that a module's result has now."""
+    """Returns the dtype that a module's result has in the current context."""
     rule = results[context_of(x)]
     if rule == "x":
         return x.dtype
@@ -63,28 +63,28 @@ def shape_of(x: Tensor) -> Sequence[int]:
 
 
 def can_be_joined(a: Tensor, b: Tensor, results: tuple[str, ...], weight: Tensor | None = None) -> bool:
-    """Whether one kernel takes both tensors, and has the result's dtype."""
+    """Returns whether one kernel accepts both tensors, and its result has the right dtype."""
     same = a.dtype is b.dtype and a.device == b.device and shape_of(a) == shape_of(b)
     return same and result_dtype(results, a, weight) is a.dtype
 
 
 class Generated(type):
-    """The metaclass of the classes that convert makes. Instances and subclasses of the original class count as theirs:
-    tools take the class of one layer and look for others of it (FSDP's policies do), and some may be left alone."""
+    """The metaclass of the classes that convert makes. Instances and subclasses of the original class also count as
+    theirs. Tools such as FSDP's policies look for layers by the class of one, and convert may not have changed all."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        """Looks at the __mro__ alone. torch.compile cannot trace type's check. That of an abstract class asks the
-        subclasses, so issubclass here would not end. A class on top of a generated one accepts nothing more."""
+        """Looks at the __mro__ alone. torch.compile cannot trace type's check. The check of an abstract class asks its
+        subclasses, so that issubclass here would recurse without end. Subclasses of a generated class accept no
+        more."""
         original = vars(cls).get("original")
         return cls in subclass.__mro__ or (original in cls.__bases__ and original in subclass.__mro__)
 
 
 def generated_class(base: type, original: type, names: dict[str, Any]) -> type:
-    """A subclass of `base` and the original, with the original's name: models that initialize weights, and tools, look
-    for it."""
+    """Makes a subclass of `base` and the original, with the original's name, which tools and models look for."""
     kind = type(original)
     metaclass = Generated if kind is type else type(kind.__name__, (Generated, kind), {})
     names = {"__doc__": original.__doc__, "original": original, **names}
@@ -95,18 +95,18 @@ class GeneratedModule(nn.NotScriptable):
     """The base class of the classes that convert puts in front of a module's class."""
 
     original: ClassVar[type]
-    blank: ClassVar[tuple[Any, ...]]  # a function that gives an empty instance, and its arguments
+    blank: ClassVar[tuple[Any, ...]]  # a function that makes an empty instance, and its arguments
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies the module without its generated class, which loading makes again."""
-        if not is_generated(type(self)):  # a subclass that something else made, with its own way to pickle
+        if not is_generated(type(self)):  # a subclass made elsewhere, with its own way to pickle
             return super().__reduce_ex__(protocol)
         function, *arguments = self.blank
         return function, tuple(arguments), *super().__reduce_ex__(protocol)[2:]
 
 
 def is_generated(kind: type) -> bool:
-    """Whether convert made this class. A subclass that something else put on top does not count."""
+    """Returns whether convert made this class itself, and not a subclass of such a class."""
     return GeneratedModule in kind.__bases__[0].__bases__
 
 
@@ -117,7 +117,7 @@ class FormulaModule(GeneratedModule):
 
 
 def is_formula_class(kind: type) -> bool:
-    """Whether formula_class made this class."""
+    """Returns whether formula_class made this class."""
     return kind.__bases__[0] is FormulaModule
 
 
@@ -128,7 +128,7 @@ def formula_class(original: type, formula: Any) -> type:
 
 
 def _forward_of(name: str) -> Any:
-    """A forward whose argument has the original's name, since callers may pass it by name."""
+    """Makes a forward whose argument has the original's name, because callers may pass it by name."""
     namespace: dict[str, Any] = {"takes": nn.takes}
     call = f"self.formula(self, {name}) if takes({name}) else self.original.forward(self, {name})"
     exec(f"def forward(self, {name}):\n    return {call}", namespace)
@@ -147,7 +147,7 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any) -> torch.nn.Module:
-    """A module of the same class with other parameters and attributes. Its forward runs without hooks."""
+    """Makes a module of the same class with other parameters and attributes, whose forward runs without hooks."""
     twin = copy.copy(module)
     vars(twin).pop("forward", None)
     given = dict(zip(parameters_of(module), map(torch.nn.Parameter, parameters), strict=True))
@@ -158,11 +158,11 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """A context, and decorator, in which probes compute what they would in a new process: what convert learns, and
-    keeps for later calls, must not depend on the modes that its caller is in."""
+    """A context and decorator in which probes compute what they would in a new process. What convert learns and caches
+    must not depend on the modes of its caller."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
-        while torch._C._len_torch_function_stack():  # the default device is such a mode, too
+        while torch._C._len_torch_function_stack():  # a default device is a function mode, too
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         for mode in (torch.inference_mode(False), torch.enable_grad(), autocast("")):
             stack.enter_context(mode)
@@ -175,8 +175,7 @@ def outside_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
-    """Autocast for one device type only, or with "" for none, with PyTorch's dtypes. It works on a machine without the
-    device, too."""
+    """Enables autocast for one device type, which may be missing, or for none if it is "", with PyTorch's dtypes."""
     with contextlib.ExitStack() as stack:
         for each, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
             stack.callback(torch.set_autocast_enabled, each, torch.is_autocast_enabled(each))
@@ -187,7 +186,7 @@ def autocast(device: str) -> Iterator[None]:
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
-    """Runs the forward of the twin's class. None if it raises, or returns another shape or device."""
+    """Runs the forward of the twin's class. Returns None if forward raises, or returns another shape or device."""
     try:
         with autocast(context), torch.random.fork_rng(devices=[]):
             y = twin.forward(x)
@@ -197,12 +196,12 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
 
 
 def gradients_of(y: Tensor | None, inputs: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...] | None:
-    """The gradients of what code we do not know returned. None if it raises, or an input has no gradient."""
+    """Returns the gradients of the result of unknown code, or None if it raises or an input has no gradient."""
     if y is None or not y.requires_grad:
         return None
     try:
         found = torch.autograd.grad(y, inputs, grad_out.to(y.dtype), allow_unused=True)
-    except Exception:  # as above
+    except Exception:  # unknown code may raise anything
         return None
     return None if any(each is None for each in found) else found
 
@@ -210,7 +209,7 @@ def gradients_of(y: Tensor | None, inputs: list[Tensor], grad_out: Tensor) -> tu
 def probed_dtypes(
     module: torch.nn.Module, width: int, context: str
 ) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """The dtypes of x, of the parameters and of the result, for each combination that the module takes in this context.
+    """Yields the dtypes of x, of the parameters and of the result, for each combination that the module accepts.
 
     For CUDA the tensors are fake: they have dtypes and need no GPU.
     """
@@ -226,7 +225,7 @@ def probed_dtypes(
 
 
 def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
-    """The rule for the dtype of a module's result, for each of CONTEXTS."""
+    """Returns the rule for the dtype of a module's result, for each of CONTEXTS."""
     taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
     found = []
     for context in CONTEXTS:

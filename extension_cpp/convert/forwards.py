@@ -1,8 +1,8 @@
-"""The part of nn.convert for modules whose forward it rewrites: gated products, residual additions, rotary embedding.
+"""Replaces the forward of modules with gated products, residual additions or rotary embedding, as a part of nn.convert.
 
-rewriter.py finds these in the source of a forward, and makes a copy that calls the methods below. Each method
-looks at its arguments at each call. If the kernel computes the same, it runs the kernel. If not (a hook on the norm,
-another module in its place, other dtypes or shapes), it does what the original did.
+rewriter.py finds these in the source of a forward, and makes a copy that calls the methods below. At each call a method
+looks at its arguments. If the kernel computes the same as the original, the method runs the kernel. If not (a hook on
+the norm, another module in its place, other dtypes or shapes), it does what the original did.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ class RewrittenModule(GeneratedModule):
     """Has a rewritten forward, which calls these methods."""
 
     sites: ClassVar[frozenset[Site]]
-    rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # each recognised function, and what it computes
+    rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # the place, function and form of each recognised call
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
-        """``act(gate) * up``."""
+        """Computes ``act(gate) * up``."""
         function, results = _activation(act)
         if function and isinstance(gate, Tensor) and isinstance(up, Tensor) and nn.takes(gate, up):
             return gated(gate, up, function, results)
@@ -44,14 +44,14 @@ class RewrittenModule(GeneratedModule):
         return act(gate) * up
 
     def _extension_cpp_gated_linear(self, linear: Any, act: Any, gate: Any, up: Any) -> Any:
-        """``linear(act(gate) * up)``."""
+        """Computes ``linear(act(gate) * up)``."""
         function, results = _activation(act)
         if function and can_make_again(linear, gate, up, results):
             return GatedLinear.apply(gate, up, linear.weight, linear.bias, function)
         return linear(self._extension_cpp_gated(act, gate, up))
 
     def _extension_cpp_add_norm(self, norm: Any, x: Any, residual: Any, dropout: Any = None) -> Any:
-        """``norm(s)`` and ``s = residual + dropout(x)``."""
+        """Computes ``norm(s)`` and ``s = residual + dropout(x)``."""
         p, training = 0.0, False
         if isinstance(dropout, tuple):
             p, training = dropout
@@ -71,7 +71,7 @@ class RewrittenModule(GeneratedModule):
         return norm(total), total
 
     def _extension_cpp_rotary(self, function: Any, *args: Any, **options: Any) -> Any:
-        """``function(*args, **options)``, where args are q, k, cos and sin, or x, cos and sin."""
+        """Computes ``function(*args, **options)``, where args are q, k, cos and sin, or x, cos and sin."""
         for site, known, rotary in self.rotaries:
             if function is known and len(args) == site.arguments and options == dict(site.options):
                 return rotary_forms.rotate(function, rotary, *args, **options)
@@ -79,7 +79,7 @@ class RewrittenModule(GeneratedModule):
 
 
 def _norm(norm: Any) -> Options | None:
-    """What a norm computes with; None if the norm must be called."""
+    """Returns the options of a norm, or None if the norm module must be called."""
     if must_run(norm) is not None:
         return None
     if type(norm) is nn.LayerNorm:
@@ -90,7 +90,7 @@ def _norm(norm: Any) -> Options | None:
 
 
 def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
-    """The function of an activation and the rules for its results' dtypes; "" if the activation must be called."""
+    """Returns the function of an activation and the rules for its results' dtypes, or "" if it must be called."""
     if isinstance(act, str):
         return act, AS_INPUT
     if must_run(act) is not None:
@@ -105,8 +105,7 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
 
 @functools.cache
 def rewritten_class(original: type, sites: frozenset[Site]) -> type:
-    """A subclass of RewrittenModule and the original. transformers reads its module and signature, too, so it has the
-    original's."""
+    """Makes a subclass of RewrittenModule and the original, with its module and signature for transformers."""
     forward = sources.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     rotaries = []
@@ -137,9 +136,8 @@ def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
 def decide(
     module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type], wants: Callable[[str], bool]
 ) -> tuple[type | None, str, list[str]]:
-    """The class that a module gets, or None; the functions that it calls then; and why something that users would ask
-    about is not changed. class_of says which class each of its children will have, and wants which functions it may
-    call."""
+    """Returns the new class of a module or None, the functions that it calls then, and why something users would ask
+    about is not changed. `class_of` says which class a child will have, and `wants` which functions may be called."""
     kind: Any = type(module)
     sites: tuple[Site, ...] = ()
     if kind.__module__.split(".")[0] != "torch" and "forward" not in vars(module):
@@ -173,7 +171,7 @@ def decide(
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:
-    """The function that replaces a gated product or the norm of a sum, if the child has this class."""
+    """Returns the function that replaces a gated product or the norm of a sum, if the child has this class."""
     formula: Any = kind.formula if kind is not None and is_formula_class(kind) else None  # type: ignore[attr-defined]
     if site.kind == "add_norm":
         if kind in (nn.LayerNorm, nn.RMSNorm):

@@ -1,4 +1,4 @@
-"""The part of nn.convert that runs gated products, alone or with the linear layer that takes the product."""
+"""Computes gated products for nn.convert, alone or together with the linear layer that takes the product."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from .activations import KNOWN, activation
 from .formulas import can_be_joined, context_of
 from .model_loss import must_run
 
-_linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # before anyone can patch them
+_linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # saved before anyone can patch them
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
 def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
-    """``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
+    """Computes ``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
     if can_be_joined(gate, up, results):
         return _product(gate, up, function)
     return activation(gate, function, results) * up
@@ -29,10 +29,10 @@ def _product(gate: Tensor, up: Tensor, function: str) -> Tensor:
 
 
 def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) -> bool:
-    """Whether GatedLinear computes what linear would compute from the product, and saves less for backward.
+    """Returns whether GatedLinear computes what `linear` computes from the product, and saves less for backward.
 
-    That needs an unchanged torch.nn.Linear that runs now. The answer is no while a graph records the call (a compiler
-    decides itself what to compute again), under autocast, and for a weight without gradient, which needs no product.
+    This needs an unchanged torch.nn.Linear that runs now. It is false while a graph records the call (a compiler itself
+    decides what to recompute), under autocast, and for a weight without gradient, which needs no product.
     """
     if torch.compiler.is_compiling() or is_recorded() or torch._C._are_functorch_transforms_active():
         return False
@@ -51,10 +51,10 @@ def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) ->
 
 
 class GatedLinear(torch.autograd.Function):
-    """``linear(act(gate) * up, weight, bias)``, which saves gate, up and weight for backward.
+    """Computes ``linear(act(gate) * up, weight, bias)``, and saves gate, up and weight for backward.
 
-    PyTorch would also save the product, for the weight's gradient. That is a third of what a gated MLP saves. A kernel
-    computes the product again from gate and up, in a small part of the time of a matrix product.
+    PyTorch would also save the product, for the weight's gradient. The product is a third of what a gated MLP saves.
+    Backward computes it again from gate and up, in a small part of the time of a matrix product.
     """
 
     @staticmethod

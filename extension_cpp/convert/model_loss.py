@@ -1,4 +1,4 @@
-"""The part of nn.convert for the losses of Hugging Face's causal language models.
+"""Replaces the losses of Hugging Face's causal language models, as a part of nn.convert.
 
 The forward of such a model computes logits with its output layer, and calls ``self.loss_function`` with them. convert
 replaces that function on the instance. With loss="linear" it also changes the classes of the model and of its output
@@ -28,7 +28,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss, without its copy of the logits in float32."""
+    """Computes transformers' ForCausalLMLoss, without its float32 copy of the logits."""
     targets = _targets(labels, shift_labels, ignore_index, logits.device)
     loss = losses.float_cross_entropy(
         logits.reshape(-1, vocab_size), targets, ignore_index, _reduction(num_items_in_batch)
@@ -37,7 +37,7 @@ def causal_lm_loss(
 
 
 def _targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, device: torch.device) -> Tensor:
-    """The target of each token, which is the next token. Shifting the labels is cheap; shifting logits copies them."""
+    """Returns each token's target, the next token. Shifting labels is cheap, while shifting logits would copy them."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1).to(device)
@@ -58,7 +58,7 @@ def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
 
 
 def is_causal_lm(module: torch.nn.Module) -> bool:
-    """Whether it is a model of transformers whose loss is ForCausalLMLoss, or would be by its loss_type."""
+    """Returns whether a module is a transformers model whose loss is ForCausalLMLoss, or is so by its loss_type."""
     utilities = sys.modules.get("transformers.loss.loss_utils")
     if utilities is None or not isinstance(module, _modeling().PreTrainedModel) or isinstance(module, LinearLossModel):
         return False
@@ -74,13 +74,13 @@ def _calls_loss_function(module: torch.nn.Module) -> bool:
 
 
 def is_model(module: torch.nn.Module) -> bool:
-    """Whether it is a model of transformers."""
+    """Returns whether a module is a model of transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def obstacle(module: torch.nn.Module) -> str | None:
-    """Why the loss function of a causal language model cannot be replaced; None if it can."""
+    """Returns why the loss function of a causal language model cannot be replaced, or None if it can."""
     if not _calls_loss_function(module):
         return "its forward does not call loss_function, but computes the loss itself"
     if inspect.getattr_static(type(module), "loss_function", None) is not _modeling().PreTrainedModel.loss_function:
@@ -96,8 +96,8 @@ def _modeling() -> Any:
 def decide(
     module: torch.nn.Module, is_linear: bool, obstacle_of: Callable[[torch.nn.Module], str | None]
 ) -> tuple[bool, "Plan | None", str | None]:
-    """For a causal language model: whether to replace its loss function, the plan of its linear loss, and the reason if
-    one of them is missing."""
+    """Returns whether to replace the loss function of a causal language model, the plan of its linear loss, and the
+    reason if one of them is missing."""
     reason = obstacle(module)
     if reason is not None or not is_linear:
         return reason is None and not _has_our_loss(module), None, reason
@@ -108,7 +108,7 @@ def decide(
 
 
 def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
-    vars(module)["_loss_function"] = causal_lm_loss  # as the setter of transformers
+    vars(module)["_loss_function"] = causal_lm_loss  # as the setter of transformers does
     if plan is not None:
         original: Any = type(module)
         getattr(module, plan.head).__class__ = Head
@@ -116,13 +116,13 @@ def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Removes our loss function from a model with its original class. False if it has none of ours."""
+    """Removes our loss function from a model with its original class. Returns False if it has none of ours."""
     if isinstance(module, LinearLossModel) or not _has_our_loss(module):
         return False
     del vars(module)["_loss_function"]
     utilities = sys.modules["transformers.loss.loss_utils"]
     if utilities.LOSS_MAPPING.get(module.loss_type, utilities.ForCausalLMLoss) is not utilities.ForCausalLMLoss:
-        vars(module)["_loss_function"] = utilities.ForCausalLMLoss  # it was set before convert, too
+        vars(module)["_loss_function"] = utilities.ForCausalLMLoss  # this function was set explicitly before convert
     return True
 
 
@@ -134,17 +134,17 @@ def _has_our_loss(module: torch.nn.Module) -> bool:
 
 
 class Plan(NamedTuple):
-    """How a model's forward gets from its arguments to the logits that its loss function takes."""
+    """How the forward of a model computes the logits that its loss function takes."""
 
     head: str  # the output layer's name
-    labels: int  # their position among the arguments
+    labels: int  # position among the arguments
     return_dict: int | None
-    scale: float  # by which the logits are multiplied
+    scale: float  # factor of the logits
     softcap: float | None  # the softcap of the scaled logits
 
 
 class Head(torch.nn.Linear):
-    """An output layer that keeps its input while ``received`` is a list."""
+    """An output layer that stores its input while ``received`` is a list."""
 
     received: list[Tensor] | None = None
 
@@ -152,7 +152,7 @@ class Head(torch.nn.Linear):
         if self.received is None:
             return super().forward(input)
         self.received.append(input)
-        return input.new_zeros(*input.shape[:-1], 1)  # in place of the logits, which nothing reads
+        return input.new_zeros(*input.shape[:-1], 1)  # replaces the logits, which nothing reads
 
     def _get_name(self) -> str:
         return "Linear"
@@ -196,15 +196,14 @@ class LinearLossModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies the model without its generated class, which loading makes again."""
-        if original_class(type(self)) is None:  # a subclass that something else made, with its own way to pickle
+        if original_class(type(self)) is None:  # a subclass made elsewhere, with its own way to pickle
             return super().__reduce_ex__(protocol)
         return _blank, (self.original, self.plan), *super().__reduce_ex__(protocol)[2:]
 
 
 @functools.cache
 def linear_class(original: type, plan: Plan) -> type:
-    """A subclass of LinearLossModel and the original. transformers reads its module and signature, too, so it has the
-    original's."""
+    """Makes a subclass of LinearLossModel and the original, with its module and signature for transformers."""
 
     @functools.wraps(original.forward)  # type: ignore[attr-defined]  # `type` has no forward, a model's class has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,8 +232,8 @@ def original_class(converted: type) -> type | None:
 
 
 def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call computes the linear loss: it has labels and returns a named result (return_dict), the output
-    layer has no hooks or forward of its own, and nobody replaced the output layer or the loss function."""
+    """Returns whether this call computes the linear loss. It must have labels and return a named result (return_dict).
+    The output layer must have no hooks or forward of its own, and like the loss function not be replaced."""
     plan: Plan = self.plan
     labels = args[plan.labels] if len(args) > plan.labels else kwargs.get("labels")
     if labels is None or getattr(self, "_loss_function", None) is not causal_lm_loss:
@@ -247,7 +246,7 @@ def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], 
 
 
 def must_run(head: torch.nn.Module) -> str | None:
-    """Why a module must be called and not replaced by an op (hooks, its own forward); None if it can be replaced."""
+    """Returns why a module must be called and not replaced by an op (hooks, its own forward), or None."""
     if "forward" in vars(head):
         return "has a forward of its own"
     hooks = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
@@ -258,7 +257,7 @@ def must_run(head: torch.nn.Module) -> str | None:
 
 
 def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module], str | None]) -> Plan | str:
-    """How to compute the loss from the output layer's input, or why that is not possible."""
+    """Returns how to compute the loss from the output layer's input, or why that is not possible."""
     head = module.get_output_embeddings()  # type: ignore[operator]  # a model's
     name = next((name for name, each in module._modules.items() if each is head and head is not None), None)
     if name is None:
@@ -290,7 +289,7 @@ SMALL, LARGE = 2.0**-20, 2.0**100
 
 
 def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | None] | str:
-    """The scale and the softcap that forward applies to the logits, found by running it on a probe."""
+    """Returns the scale and the softcap that forward applies to the logits, found by running forward on a probe."""
     head: Any = module._modules[name]
     unknown = "what its forward does with the logits is not known"
     with torch.no_grad():
@@ -313,8 +312,8 @@ def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | 
 
 
 def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None:
-    """The logits that loss_function gets if the output layer returns `logits`. None if the model does not call it just
-    once, or returns another loss."""
+    """Returns the logits that loss_function gets if the output layer returns `logits`, or None if the model does not
+    call loss_function exactly once, or returns another loss."""
     head: Any = module._modules[name]
     received: list[Tensor] = []
     calls: list[tuple[Tensor, Tensor, int]] = []
@@ -331,7 +330,7 @@ def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None
     twin, stand_in = copy.copy(module), _StandIn(torch.zeros(1, 2, head.in_features))
     twin._modules = dict.fromkeys(module._modules, stand_in)
     twin._modules[name] = _StandIn(output_layer)
-    vars(twin._modules[name])["weight"] = torch.empty(head.weight.shape, device="meta")  # Mamba looks at its dtype
+    vars(twin._modules[name])["weight"] = torch.empty(head.weight.shape, device="meta")  # Mamba reads its dtype
     vars(twin)["_loss_function"] = loss_function
     labels = torch.tensor([[0, 1]])
     try:
@@ -349,7 +348,7 @@ def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None
 
 
 class _StandIn(torch.nn.Module):
-    """Replaces the modules of a model: it returns hidden states or, for the output layer, logits."""
+    """Replaces the modules of a model. It returns hidden states or, for the output layer, logits."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -364,7 +363,7 @@ class _StandIn(torch.nn.Module):
 
 
 class _Outputs:
-    """The result of a base model. Everything but the hidden states is None."""
+    """The result of a base model, in which everything but the hidden states is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

@@ -1,4 +1,4 @@
-"""The part of nn.convert that recognises norms over the last dimension by running them on probes."""
+"""Recognises norms over the last dimension by running modules on probes, as a part of nn.convert."""
 
 from typing import Any, NamedTuple
 
@@ -11,23 +11,23 @@ from .formulas import EPS, HALF, Unfit, parameters_of
 
 
 class Options(NamedTuple):
-    """What a norm computes with at a call."""
+    """The arguments of a norm at a call."""
 
-    shape: Any  # the normalized shape; None: the last dimension
+    shape: Any  # the normalized shape; None means the last dimension
     weight: Tensor | None
     bias: Tensor | None
     centered: bool  # True: layer_norm, False: rms_norm
-    offset: int  # added to the weight
+    offset: int  # a number added to the weight
     eps: Any
     results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
 
 
 class Norm(NamedTuple):
-    """What a norm over the last dimension computes: xhat * (offset + weight) + bias."""
+    """The formula of a norm over the last dimension: xhat * (offset + weight) + bias."""
 
-    centered: bool  # this and `offset` and `results` as in Options
+    centered: bool  # as in Options
     offset: int
-    eps: str  # this and the next two are names of attributes
+    eps: str  # name of the attribute with eps; weight and bias are such names, too
     weight: str | None
     bias: str | None
     input: str  # the name of forward's argument
@@ -46,7 +46,7 @@ class Norm(NamedTuple):
         return f"{function} with {self.offset} + {self.weight}" if self.offset else function
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
 def norm(x: Tensor, options: Options) -> Tensor:
     dtype = formulas.result_dtype(options.results, x, options.weight)
     if dtype is not x.dtype:
@@ -57,8 +57,8 @@ def norm(x: Tensor, options: Options) -> Tensor:
 
 
 def add_norm(x: Tensor, residual: Tensor, p: float, training: bool, options: Options) -> tuple[Tensor, Tensor] | None:
-    """The norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. None if it does not take both tensors, or
-    its results would not have the dtypes of the two operations."""
+    """Computes the norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. Returns None if the kernel does
+    not accept both tensors, or its results would not have the dtypes of the two operations."""
     is_plain = x.dtype is torch.float32 or formulas.context_of(x) == 0  # autocast casts other dtypes
     if not is_plain or not formulas.can_be_joined(x, residual, options.results, options.weight):
         return None
@@ -67,7 +67,7 @@ def add_norm(x: Tensor, residual: Tensor, p: float, training: bool, options: Opt
 
 
 def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
-    """What the op takes behind x, in dtypes that it takes beside x."""
+    """Returns the arguments of the op after x, in dtypes that the op accepts beside x."""
     shape, weight, bias, centered, offset, eps, _ = options
     if shape is None:
         shape = formulas.shape_of(x if weight is None else weight)[-1:]
@@ -83,7 +83,7 @@ def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
 
 
 def recognise(module: torch.nn.Module, input: str) -> Norm:
-    """The formula that a module computes, found by running it on probes."""
+    """Returns the formula that a module computes, found by running the module on probes."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
     floats = sorted(_float_attributes(module), key=_not_called_eps)
     if any(buffer is not None for buffer in module._buffers.values()):
@@ -119,13 +119,13 @@ def recognise(module: torch.nn.Module, input: str) -> Norm:
 
 
 def _float_attributes(module: torch.nn.Module) -> set[str]:
-    """The names of the float attributes of the instance and of its classes."""
+    """Returns the names of the float attributes of the instance and of its classes."""
     classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
     return {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
 
 
 def _check(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> None:
-    """Refuses a module that differs from the formula, which it computes in at least one mode."""
+    """Refuses a module that computes the formula in one mode or for one set of attributes, but not in all."""
     for training in (True, False):
         mode = {"training": training}
         if not _agrees(module, formula, width, torch.float32, 3, **mode):
@@ -146,7 +146,7 @@ def _not_called_eps(name: str) -> tuple[bool, str]:
 
 
 def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:
-    """Rows with mean 0 and deviation 1, rows with mean 3, rows so small that eps matters; and a weight and a bias."""
+    """Makes rows with mean 0 and deviation 1, with mean 3, and so small that eps matters, and a weight and a bias."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
     rows[2:4] += 3
@@ -157,7 +157,7 @@ def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int)
 
 
 def _exact(formula: Norm, eps: float, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """The formula in plain tensor operations."""
+    """Computes the formula in plain tensor operations."""
     xhat = x - (x.mean(-1, keepdim=True) if formula.centered else 0)
     xhat = xhat * (xhat.square().mean(-1, keepdim=True) + eps).rsqrt()
     scaled = xhat if weight is None else xhat * (formula.offset + weight)
@@ -167,9 +167,9 @@ def _exact(formula: Norm, eps: float, x: Tensor, weight: Tensor | None = None, b
 def _agrees(
     module: torch.nn.Module, formula: Norm, width: int, dtype: torch.dtype, dims: int, **attributes: Any
 ) -> bool:
-    """Compares with the formula in float64, with some of the module's attributes changed.
+    """Compares a module with the formula in float64, with some of the module's attributes changed.
 
-    In float32 the bound covers sums of up to 2^16 squares that are added in a tree, and x - mean (16 to 20 roundings,
+    In float32 the bound covers sums of up to 2^16 squares that are added in a tree, and x - mean (16 to 20 roundings of
     half an eps each). In half types it covers the rounding of xhat, a product, the result and the row's statistics.
     """
     eps = attributes.get(formula.eps, getattr(module, formula.eps))
@@ -186,8 +186,7 @@ def _agrees(
 def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attributes: Any) -> bool:
     """Compares the gradients with the formula's, row by row. This shows whether statistics or a weight are detached.
 
-    The bound is far above rounding errors, which are about 100 eps of a row, and far below a missing term, which is as
-    large as the others.
+    The bound is far above rounding errors, about 100 eps of a row, and far below a missing term.
     """
     eps = getattr(module, formula.eps)
     x, *parameters = _probe(formula, eps, width, torch.float32, 2)
@@ -195,7 +194,7 @@ def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attri
     grad_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
     twin, x = formulas.twin_of(module, parameters, **attributes), x.clone().requires_grad_()
-    y = formulas.run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
+    y = formulas.run(twin, x * 1)  # forward may write into its input, which PyTorch forbids for a leaf
     got = formulas.gradients_of(y, [x, *parameters_of(twin).values()], grad_out)
     return got is not None and all(
         bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())

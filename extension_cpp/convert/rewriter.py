@@ -1,6 +1,6 @@
-"""The part of nn.convert that finds code which the ops can run in a forward's syntax tree, and replaces it.
+"""Finds code that the ops can run in the syntax tree of a forward, and replaces it, as a part of nn.convert.
 
-It finds code of three forms, and replaces each by a call of a method of the module:
+The code has one of three forms, and is replaced by a call of a method of the module:
 
 * a gated product: ``act(gate) * up``, where act is a module (``self.act_fn``) or torch.nn.functional's silu or gelu,
   together with the module that takes the product (``self.down_proj(act(gate) * up)``);
@@ -8,8 +8,8 @@ It finds code of three forms, and replaces each by a call of a method of the mod
   ``self.norm(residual + x)``, together with the dropout of x if it comes just before;
 * the call of a function with "rotary" or "rope" in its name, with q, k, cos and sin, or with x, cos and sin.
 
-For any arguments the methods (forwards.py) compute what the replaced code computed, so a rewritten forward has
-the original's results. Its arguments, results and other calls do not change.
+For any arguments the methods (forwards.py) compute what the replaced code computed, so that a rewritten forward has the
+original's results. Its arguments, results and other calls do not change.
 """
 
 import ast
@@ -34,11 +34,11 @@ class Site(NamedTuple):
 
     kind: str  # "gated", "add_norm", "dropout", "rotary"
     name: str  # the module, as an attribute of self, or the function as the forward calls it
-    options: tuple[tuple[str, Any], ...] = ()  # constants that the function is called with
-    arguments: int = 4  # a "rotary" has 4 (q, k, cos, sin) or 3 (x, cos, sin); 0: others, which are not replaced
+    options: tuple[tuple[str, Any], ...] = ()  # constant keyword arguments of the function
+    arguments: int = 4  # of "rotary": 4 (q, k, cos, sin), 3 (x, cos, sin), or 0 for a call that is not replaced
 
 
-FUNCTIONAL_DROPOUT = Site("dropout", "")  # every torch.nn.functional.dropout of a forward
+FUNCTIONAL_DROPOUT = Site("dropout", "")  # stands for every torch.nn.functional.dropout of a forward
 
 
 class Rewriter(ast.NodeTransformer):
@@ -58,16 +58,16 @@ class Rewriter(ast.NodeTransformer):
     # -- forms --
 
     def child(self, node: ast.AST) -> str | None:
-        """NAME, if the node is self.NAME."""
+        """Returns NAME if the node is self.NAME."""
         own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.self_name
         return node.attr if own else None  # type: ignore[attr-defined]  # own: it is an ast.Attribute
 
     def child_call(self, node: ast.AST) -> str | None:
-        """NAME, if the node is self.NAME(x)."""
+        """Returns NAME if the node is self.NAME(x)."""
         return self.child(node.func) if _has_one_argument(node) and not node.keywords else None
 
     def value(self, node: ast.AST) -> Any:
-        """The object that a global name, or an attribute of one (nn.functional.silu), refers to; else None."""
+        """Returns the object that a global name, or an attribute of one (nn.functional.silu), refers to, or None."""
         if isinstance(node, ast.Attribute):
             return getattr(self.value(node.value), node.attr, None)
         if not isinstance(node, ast.Name) or node.id in self.function.__code__.co_varnames:
@@ -75,7 +75,7 @@ class Rewriter(ast.NodeTransformer):
         return self.function.__globals__.get(node.id)
 
     def activation(self, node: Any) -> tuple[ast.expr, ast.expr] | None:
-        """act and x of a call act(x) whose product may be replaced. act is self.NAME or the name of a function."""
+        """Returns act and x of a call act(x) whose product may be replaced. act is self.NAME or a function's name."""
         if not _has_one_argument(node):
             return None
         if (child := self.child_call(node)) is not None:
@@ -91,7 +91,8 @@ class Rewriter(ast.NodeTransformer):
         return None
 
     def dropout(self, node: Any) -> tuple[ast.expr, ast.expr] | None:
-        """The dropout and x: of self.NAME(x) the module, of torch.nn.functional.dropout its p and training."""
+        """Returns the dropout and its input x. The dropout is the module of self.NAME(x), or p and training of
+        torch.nn.functional.dropout."""
         if not _has_one_argument(node):
             return None
         if (child := self.child_call(node)) is not None:
@@ -108,7 +109,7 @@ class Rewriter(ast.NodeTransformer):
         return ast.Call(function, list(arguments), [])
 
     def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
-        """The call that replaces norm(total). It includes a dropout just before it, whose result is ``target``."""
+        """Makes the call that replaces norm(total), together with a dropout before it whose result is ``target``."""
         for x, residual in _operands(total, ast.Add):
             if (drawn := self.dropout(x)) is not None:
                 return self.call("add_norm", norm, drawn[1], residual, drawn[0])
@@ -139,7 +140,7 @@ class Rewriter(ast.NodeTransformer):
         if not callable(function) or isinstance(function, type):
             return node
         name = ast.unparse(node.func)
-        word = name.split(".")[-1].lower().replace("proper", "")  # a property is no rope
+        word = name.split(".")[-1].lower().replace("proper", "")  # "property" also contains "rope"
         if not ("rotary" in word or "rope" in word):
             return node
         options, count = _constants(node.keywords), len(node.args)
@@ -173,14 +174,14 @@ class Rewriter(ast.NodeTransformer):
         return done
 
     def child_calls(self, statement: ast.stmt, kinds: tuple[type, ...] = SIMPLE) -> Iterator[tuple[str, Any]]:
-        """The calls self.NAME(x) in a statement of one of these kinds, each behind its NAME."""
+        """Yields the calls self.NAME(x) in a statement of one of these kinds, each with its NAME."""
         for node in ast.walk(statement) if isinstance(statement, kinds) else ():
             if (name := self.child_call(node)) is not None:
                 yield name, node
 
     def norm_behind(self, total: str, left: list[Any], kinds: tuple[type, ...] = SIMPLE) -> tuple[int, ast.Call | None]:
-        """The number of statements (0 or 1, `residual = s`) between a sum s and the next one of these kinds; and of
-        that one the call self.NORM(s), if it may be replaced."""
+        """Looks for self.NORM(s) in the next statement of these kinds after a sum s. Returns how many statements come
+        before it (1 if there is `residual = s`, else 0), and the call if it may be replaced."""
         alias = _assigned(left[0]) if left and _is_name(getattr(left[0], "value", None), total) else None
         at = 0 if alias is None else 1
         for name, node in self.child_calls(left[at], kinds) if len(left) > at else ():
@@ -190,7 +191,7 @@ class Rewriter(ast.NodeTransformer):
         return at, None
 
     def sum_then_norm(self, statement: Any, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
-        """s = a + b; maybe residual = s; then a statement with self.NORM(s)."""
+        """Replaces `s = a + b`, perhaps `residual = s`, and then a statement with self.NORM(s)."""
         total = _total(statement)
         if total is None:
             return False
@@ -208,7 +209,8 @@ class Rewriter(ast.NodeTransformer):
         return True
 
     def sum_then_if(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
-        """s = a + b; if x is not None: ...; then as above (GPT-2). The sum and the norm move into both branches."""
+        """Replaces `s = a + b`, `if x is not None: ...`, and self.NORM(s) (GPT-2). The sum and the norm go into both
+        branches."""
         total = _total(statement)
         if total is None or not left or not isinstance(left[0], ast.If) or left[0].orelse:
             return False
@@ -219,7 +221,7 @@ class Rewriter(ast.NodeTransformer):
             return False
         branch, tail = left[0], left[1 : at + 2]
         without = [copy.deepcopy(each) for each in (statement, *tail)]
-        before = [done.pop()] if done and _assigned(done[-1]) == total else []  # it may be the dropout
+        before = [done.pop()] if done and _assigned(done[-1]) == total else []  # this statement may be the dropout
         branch.body = self.block([*copy.deepcopy(before), statement, *branch.body, *tail])
         branch.orelse = self.block([*before, *without])
         done.append(branch)
@@ -227,7 +229,7 @@ class Rewriter(ast.NodeTransformer):
         return True
 
     def norm_of_sum(self, statement: ast.stmt, done: list[ast.stmt]) -> None:
-        """self.NORM(a + b) in a simple statement (BERT), as often as it has one."""
+        """Replaces each self.NORM(a + b) in a simple statement (BERT)."""
         for name, node in self.child_calls(statement):
             if _operands(node.args[0], ast.Add) and self.wants(Site("add_norm", name)):
                 target = _assigned(statement) if getattr(statement, "value", None) is node else None
@@ -235,7 +237,7 @@ class Rewriter(ast.NodeTransformer):
                 _Replaced(node, ast.Subscript(call, ast.Constant(0), ast.Load())).visit(statement)
 
     def forward_activation(self, statement: Any, left: list[ast.stmt]) -> None:
-        """g = act(x), whose only use is a product in one of the next statements (T5)."""
+        """Replaces g = act(x), whose only use is a product in one of the next statements (T5)."""
         name = _assigned(statement)
         if name is None or self.uses[ast.Store, name] != 1 or self.uses[ast.Load, name] != 1:
             return
@@ -261,7 +263,7 @@ class _Replaced(ast.NodeTransformer):
 
 
 def _assigned(statement: ast.stmt) -> str | None:
-    """NAME, if the statement is `NAME = ...`."""
+    """Returns NAME if the statement is `NAME = ...`."""
     match statement:
         case ast.Assign([ast.Name(name)]):
             return name
@@ -269,20 +271,20 @@ def _assigned(statement: ast.stmt) -> str | None:
 
 
 def _operands(node: ast.AST, operator: type[ast.operator]) -> tuple[tuple[ast.expr, ast.expr], ...]:
-    """The two operands of a sum (ast.Add) or product (ast.Mult), in both orders; () for another node."""
+    """Returns the two operands of a sum (ast.Add) or product (ast.Mult), in both orders, or () for another node."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
         return (node.left, node.right), (node.right, node.left)
     return ()
 
 
 def _total(statement: Any) -> str | None:
-    """NAME, if the statement is `NAME = a + b`."""
+    """Returns NAME if the statement is `NAME = a + b`."""
     name = _assigned(statement)
     return name if name is not None and _operands(statement.value, ast.Add) else None
 
 
 def _has_one_argument(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether it is a call with one argument, and perhaps with keywords."""
+    """Returns whether a node is a call with one positional argument. It may have keywords."""
     return isinstance(node, ast.Call) and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred)
 
 
@@ -291,14 +293,14 @@ def _is_name(node: ast.AST | None, *names: str | None) -> bool:
 
 
 def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
-    """Whether no other call in a statement runs before this one."""
+    """Returns whether no other call in a statement runs before this one."""
     place = (call.lineno, call.col_offset)
     others = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
     return all(call in ast.walk(each) or (each.lineno, each.col_offset) > place for each in others)
 
 
 def _is_none_test(node: ast.AST, total: str) -> bool:
-    """Whether it is `x is None` or `x is not None`, a test that the sum before it does not change."""
+    """Returns whether a node is `x is None` or `x is not None`, where x is not the sum before it."""
     match node:
         case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant()]):
             return name != total

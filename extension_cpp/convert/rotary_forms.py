@@ -1,4 +1,4 @@
-"""The part of nn.convert that recognises functions which rotate queries and keys, by calling them on probes."""
+"""Recognises functions that rotate queries and keys by calling them on probes, as a part of nn.convert."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from .formulas import EPS, HALF, Unfit, gradients_of, outside_modes
 
 
 class Rotary(NamedTuple):
-    """Which form of rotary_embedding function(q, k, cos, sin, **options) computes, and which inputs it takes."""
+    """The form of rotary_embedding that function(q, k, cos, sin, **options) computes, and its valid inputs."""
 
-    layouts: tuple[str, ...]  # keys of LAYOUTS, each with another number of dimensions
+    layouts: tuple[str, ...]  # keys of LAYOUTS, which differ in their number of dimensions
     interleaved: bool
-    repeats: bool  # it uses the first half of the columns of cos and sin, each for two neighbours (GLM)
+    repeats: bool  # uses only the first half of the columns of cos and sin, each for two adjacent columns (GLM)
     is_partial: bool  # cos and sin may have fewer columns than q and k
     takes_float: bool  # if q and k are half, cos and sin may be float32, and the results are half
 
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 def rotate(function: Any, rotary: Rotary, *args: Any, **options: Any) -> Any:
-    """Calls the op if its results are those of the function, else (other shapes or dtypes) the function itself."""
+    """Calls the op if its results are those of the function, or else (other shapes or dtypes) the function itself."""
     q, *others, cos, sin = args
     (k,) = others or (q,)
     for layout in rotary.layouts:
@@ -42,12 +42,12 @@ def rotate(function: Any, rotary: Rotary, *args: Any, **options: Any) -> Any:
 
 
 def _alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The op for one tensor: k has no heads."""
+    """Calls the op for one tensor, with a k that has no heads."""
     return ops.rotary_embedding(q, k[..., :0, :, :], cos, sin, interleaved=interleaved)
 
 
 def in_pairs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of q, k, cos and sin that calls one of x, cos and sin."""
+    """Makes a function of q, k, cos and sin that calls a function of x, cos and sin for q and for k."""
     return lambda q, k, cos, sin, **options: (function(q, cos, sin, **options), function(k, cos, sin, **options))
 
 
@@ -82,19 +82,19 @@ def _rotate(
     return q.transpose(*swapped), k.transpose(*swapped)
 
 
-# ---- recognising them ----
+# ---- recognising rotary functions ----
 
 
 @outside_modes()
 def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary:
-    """What a function of q, k, cos, sin computes, found by calling it on probes."""
+    """Returns the form that a function of q, k, cos, sin computes, found by calling it on probes."""
 
     def function(*inputs: Tensor) -> Any:
         return rotation(*inputs, **options)
 
     for interleaved, repeats in ((False, False), (True, False), (True, True)):
         rotary = Rotary((), interleaved, repeats, False, False)
-        # In float32, because some functions compute in float32 even for float64 inputs.
+        # The comparison is in float32, because some functions compute in float32 even for float64 inputs.
         layouts = tuple(layout for layout in LAYOUTS if _agrees(function, rotary, layout, torch.float32))
         if not layouts:
             continue
@@ -113,7 +113,7 @@ def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary:
 
 
 def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -> list[Tensor]:
-    """q, k, cos and sin. All sizes differ, and so do all columns of cos and sin."""
+    """Makes q, k, cos and sin. All sizes differ, and so do all columns of cos and sin."""
     generator = torch.Generator().manual_seed(0)
     dims, swapped, *_ = LAYOUTS[layout]
 
@@ -130,7 +130,7 @@ def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -
 
 
 def _call(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """None if it raises, or returns something else than two tensors of the shapes and dtypes of q and k."""
+    """Calls the function. Returns None if it raises, or its results are no tensors of q's and k's shapes and dtypes."""
     try:
         with torch.random.fork_rng(devices=[]):
             results = function(*inputs)
@@ -150,7 +150,7 @@ def _agrees(
     tables: torch.dtype | None = None,
     rotated: int = 8,
 ) -> bool:
-    """Compares with the formula in float64, for cos and sin with a batch and, if they have that dimension, of batch 1.
+    """Compares a function with the formula in float64, for cos and sin with a batch and, if possible, of batch 1.
 
     The function rounds two products and a sum. Each rounding is half an eps of at most |x cos| + |x sin|.
     """

@@ -1,7 +1,7 @@
-"""The part of nn.convert that reads the source of a forward, and compiles what rewriter.py makes of it.
+"""Reads the source of a forward, and compiles what rewriter.py makes of it, as a part of nn.convert.
 
-The source is used only if it compiles to exactly the code that runs. The copy has the original's globals (not a copy
-of them), defaults, decorators and line numbers. So later patches of these globals work, and tracebacks are right.
+The source is used only if it compiles to exactly the code that runs. The copy has the original's globals (not a copy of
+them), defaults, decorators and line numbers. Later patches of these globals therefore work, and tracebacks are right.
 """
 
 import __future__
@@ -22,7 +22,7 @@ FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 
 @functools.cache
 def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...]:
-    """All places that may be replaced in a forward."""
+    """Returns all places that may be replaced in a forward."""
     found = _definition(forward)
     sites: dict[Site, None] = {}
 
@@ -38,7 +38,7 @@ def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...]:
 
 
 def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[..., Any]:
-    """The forward with these sites replaced, and with the original's decorators."""
+    """Returns the forward with these sites replaced, and with the original's decorators."""
     found = _definition(forward)
     inner: Any = inspect.unwrap(forward)
     Rewriter(inner, found, sites.__contains__).rewrite()
@@ -49,7 +49,7 @@ def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[.
 
 
 def _dressed(new: Any, old: Any) -> Any:
-    """Copies to new what old has besides its code. Unlike functools.wraps it sets no __wrapped__. Returns new."""
+    """Copies everything except the code from old to new. Unlike functools.wraps, sets no __wrapped__. Returns new."""
     for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
         setattr(new, name, getattr(old, name))
     vars(new).update(vars(old))
@@ -57,7 +57,8 @@ def _dressed(new: Any, old: Any) -> Any:
 
 
 def _decorated(outer: Any, inner: Any, new: Any) -> Any:
-    """Applies copies of the decorators: functions made by functools.wraps, with what they call in their closures."""
+    """Applies copies of the decorators to `new`. A decorator must be a function made by functools.wraps, whose closure
+    holds the function that it calls."""
     if outer is inner:
         return new
     wrapped = outer.__wrapped__
@@ -77,7 +78,7 @@ def _decorated(outer: Any, inner: Any, new: Any) -> Any:
 
 
 def _definition(forward: Callable[..., Any]) -> ast.FunctionDef:
-    """The syntax tree of a forward, if its source compiles to the code that runs."""
+    """Returns the syntax tree of a forward, if its source compiles to the code that runs."""
     inner: Any = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
         raise Unfit("its forward is not a plain function")
@@ -106,8 +107,8 @@ def _compile(definition: ast.FunctionDef, original: types.CodeType) -> types.Cod
 
 @functools.cache
 def _imports(filename: str) -> tuple[ast.stmt, ...]:
-    """The imports of a source file. They are compiled with a forward, because Python compiles a call of an imported
-    module's attribute in another way."""
+    """Returns the imports of a source file. They are compiled with a forward, because Python compiles a call of an
+    imported module's attribute differently."""
     left: list[Any] = list(ast.parse("".join(linecache.getlines(filename))).body)
     found: list[ast.stmt] = []
     while left:
@@ -121,7 +122,7 @@ def _imports(filename: str) -> tuple[ast.stmt, ...]:
 
 
 def _are_equal(a: types.CodeType, b: types.CodeType) -> bool:
-    """Whether two code objects are equal, except for file and line numbers."""
+    """Returns whether two code objects are equal, except for file and line numbers."""
     parts = ("co_code", "co_names", "co_varnames", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount")
     if any(getattr(a, part) != getattr(b, part) for part in parts) or len(a.co_consts) != len(b.co_consts):
         return False

@@ -1,5 +1,5 @@
-"""The operators on DTensors. Importing this package registers a rule for every operator, and attaches the package to
-autograd.py, whose functions ask it about DTensors. It is imported when torch.distributed.tensor is."""
+"""Implements the operators on DTensors. Importing this package registers a rule for every operator, and attaches the
+package to autograd.py, whose functions call it for DTensors. The import of torch.distributed.tensor imports it."""
 
 import sys
 

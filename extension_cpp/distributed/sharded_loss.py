@@ -1,13 +1,13 @@
-"""The losses of DTensors.
+"""Implements the losses of DTensors.
 
 With "mean" the sum of all losses is divided by the sum of all weights, because a mean of means is not the mean.
 
-Where the classes lie in several processes (vocabulary-parallel), each process runs cross_entropy on its own classes.
-Two all-reduces, of at most three numbers a row, combine the results: the maximum of the log-sum-exps, and the sums of
-exp(lse - maximum), of the target's logit and, for label smoothing, of maximum - logit. Backward needs none: it calls
-the operator with the log-sum-exp of all classes. The operator wants a target among the classes that it gets. Where
-another process has the target, it gets class 0, and backward writes that element of the gradient again, without the
-target's term.
+If several processes share the classes (vocabulary-parallel), each runs cross_entropy on its own classes. Two
+all-reduces of up to three numbers a row combine the results. The first computes the maximum of the log-sum-exps. The
+second sums exp(lse - maximum), the target's logit and, for label smoothing, maximum - logit. Backward needs no
+all-reduce: it calls the operator with the log-sum-exp of all classes. The operator requires a target among its classes.
+Where another process has the target, it gets class 0, and backward writes that element of the gradient again, without
+the target's term.
 """
 
 from dataclasses import dataclass
@@ -70,31 +70,31 @@ def _loss_type(like: DTensor, float_loss: bool) -> torch.dtype:
 
 
 def _mean(loss: Any, weights: Any, dtype: torch.dtype) -> Tensor:
-    """The sum of the losses over the sum of the targets' weights."""
+    """Returns the sum of the losses divided by the sum of the targets' weights."""
     return (whole(loss) / whole(weights.sum())).to(dtype)
 
 
-# ---- classes in several processes ----
+# ---- classes shared by several processes ----
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Which classes this process has."""
+    """The range of classes that this process has."""
 
     mesh: DeviceMesh
     mesh_dim: int  # the dimension of the mesh along which the classes are sharded
     first: int
-    count: int  # in all processes
+    count: int  # number of classes of all processes
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
-        """The maximum or the sum over the processes, which each of them gets."""
+        """Returns the maximum or the sum over the processes, in each process."""
         whole = [Replicate()] * self.mesh.ndim
         parts = [Partial(op) if d == self.mesh_dim else Replicate() for d in range(self.mesh.ndim)]
         return DTensor.from_local(x, self.mesh, parts, run_check=False).redistribute(placements=whole).to_local()
 
 
 def classes_of(logits: DTensor, class_dim: int) -> Classes | None:
-    """None unless the classes are sharded along one dimension of the mesh, and each process has some."""
+    """Returns None unless the classes are sharded along one dimension of the mesh, and each process has some."""
     placements, mesh = logits.placements, logits.device_mesh
     along = [d for d, placement in enumerate(placements) if placement.is_shard(class_dim)]
     if len(along) != 1 or not all(type(p) in (Shard, Replicate) for p in placements):
@@ -106,14 +106,14 @@ def classes_of(logits: DTensor, class_dim: int) -> Classes | None:
 
 
 class RowLosses(torch.autograd.Function):
-    """The losses of logits whose classes are sharded, float64, placed as the target; loss.h has the formulas."""
+    """Computes float64 losses of logits whose classes are sharded, placed as the target. loss.h has the formulas."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: DTensor,
-        target: DTensor,  # placed as the rows
-        weight: Tensor | None,  # of all classes; None with label_smoothing
+        target: DTensor,  # placed like the rows
+        weight: Tensor | None,  # weights of all classes; None with label_smoothing
         class_dim: int,
         classes: Classes,
         options: LossOptions,
@@ -131,7 +131,7 @@ class RowLosses(torch.autograd.Function):
         local = options._replace(ignore_index=IGNORED, label_smoothing=float(label_smoothing > 0), z_loss=0.0)
         loss, saved, _ = own_ops.cross_entropy.default(x, label, None, *local.around(0), True)
         lse, rest = saved.double().unbind(-1)
-        is_masked = lse == -torch.inf  # as are all logits of this process; rest and loss are NaN
+        is_masked = lse == -torch.inf  # all logits of this process are -inf, so that rest and loss are NaN
         rest, loss = rest.masked_fill(is_masked, 0.0), loss.masked_fill(is_masked, 0.0)
         z = x.gather(dim, label.unsqueeze(dim)).squeeze(dim).double()
         if softcap is not None:
@@ -162,7 +162,7 @@ class RowLosses(torch.autograd.Function):
         x, count = _local_rows(logits, ctx.class_dim), ctx.classes.count
         dim, acc = min(1, x.dim() - 1), torch.promote_types(x.dtype, torch.float32)
         grad = grad_out.redistribute(placements=ctx.placements).to_local().reshape(factor.shape) * factor
-        # The operator spreads label_smoothing over as many classes as it gets.
+        # The operator divides label_smoothing by the number of its own classes.
         local = options._replace(ignore_index=IGNORED, label_smoothing=label_smoothing * x.shape[dim] / count)
         given = grad.to(acc), x, label, saved, grad.new_empty(0, dtype=acc), None
         grad_x = _ops.cross_entropy_backward(*given, *local.around(0))
@@ -177,19 +177,19 @@ class RowLosses(torch.autograd.Function):
 
 
 def _local_rows(logits: DTensor, class_dim: int) -> Tensor:
-    """This process's part, as cross_entropy takes it."""
+    """Returns this process's part of the logits, in the shape that cross_entropy accepts."""
     return logits.to_local().flatten(0, -2) if class_dim > 1 else logits.to_local()
 
 
 def _placed(x: Tensor, like: DTensor) -> DTensor:
-    """This process's part of a tensor that has the shape of another, and is placed as that."""
+    """Makes a DTensor of this process's part, with the shape and the placements of another DTensor."""
     strides = torch.empty(like.shape, device="meta").stride()
     options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": strides}
     return DTensor.from_local(x.view(like.to_local().shape), like.device_mesh, like.placements, **options)
 
 
 def row_placements(logits: DTensor, class_dim: int) -> list[Any]:
-    """The placements of a tensor that has a number for each row."""
+    """Returns the placements of a tensor that has a number for each row."""
     return [
         Replicate() if p.is_shard(class_dim) else Shard(p.dim - (p.dim > class_dim)) if type(p) is Shard else p
         for p in logits.placements
@@ -197,8 +197,8 @@ def row_placements(logits: DTensor, class_dim: int) -> list[Any]:
 
 
 def _on_mesh_of_rows(logits: DTensor, class_dim: int, target: Tensor, weight: Tensor | None) -> tuple[Any, Any]:
-    """The target and the weight as DTensors. A plain target has this process's rows, as for PyTorch's loss_parallel; a
-    plain weight is whole."""
+    """Returns the target and the weight as DTensors. A plain target has this process's rows, as for PyTorch's
+    loss_parallel; a plain weight is whole."""
     mesh = logits.device_mesh
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, row_placements(logits, class_dim), run_check=False)
@@ -207,7 +207,7 @@ def _on_mesh_of_rows(logits: DTensor, class_dim: int, target: Tensor, weight: Te
 
 
 def _logits_over_classes(x: DTensor, weight: DTensor, bias: Tensor | None, mesh_dim: int) -> DTensor:
-    """x @ weight.T + bias, of the classes that this process's part of the weight has."""
+    """Computes x @ weight.T + bias, for the classes in this process's part of the weight."""
     last = x.ndim - 1
     rows = [
         Replicate() if d == mesh_dim or p.is_partial() or p.is_shard(last) else p for d, p in enumerate(x.placements)
@@ -227,10 +227,10 @@ def _over_classes(
     options: LossOptions,
     float_loss: bool,
 ) -> Tensor:
-    """The loss of logits whose classes are sharded."""
+    """Computes the loss of logits whose classes are sharded."""
     refuse_weight_gradient(op, weight is not None and weight.requires_grad)
     target = target.redistribute(placements=row_placements(logits, class_dim))
-    if not torch.compiler.is_compiling():  # it cannot trace the checks
+    if not torch.compiler.is_compiling():  # torch.compile cannot trace the checks
         check_loss(op, logits, target, class_dim, weight, options)
         check_targets(op, target.to_local(), classes.count, options.ignore_index)
     local_weight = None if weight is None else whole(weight).to_local()

@@ -1,8 +1,9 @@
-"""DTensors: gives PyTorch the rule of each operator, as its entry in ops.py has it.
+"""Registers the sharding rule of each operator, which its entry in ops.py has, with PyTorch's DTensors.
 
 Importing this module registers the rules; the package imports it once torch.distributed.tensor is imported. A rule
-speaks of one dimension of the mesh; PyTorch combines them for several, chooses the sharding that costs least to reach
-from the arguments' placements, and moves the data. Tensors are gathered if a rule does not allow their placement.
+describes one dimension of the mesh. PyTorch combines rules for several dimensions, chooses the sharding that costs
+least to reach from the arguments' placements, and moves the data. If no rule allows a placement, the tensor is
+gathered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from ..registration.entries import NONE, SHARDING, Call, Mark, Placement, Rule, 
 
 
 def _refuse(name: str) -> Rule:
-    """The rule of NONE."""
+    """Returns the rule of operators marked NONE, which refuses DTensors."""
     instead = "leave out= away, or call it on to_local()" if name.endswith(".out") else "call it on to_local()"
 
     def rule(call: Call) -> Iterator[Sharding]:
@@ -31,12 +32,12 @@ def _refuse(name: str) -> Rule:
 
 
 def _as_torch(placement: Placement) -> Any:
-    """The placement in PyTorch's words."""
+    """Converts a placement to PyTorch's class."""
     return Replicate() if placement is None else Shard(placement) if isinstance(placement, int) else Partial()
 
 
 def _acceptable(op: Any, rule: Rule) -> Callable[..., Any]:
-    """The rule as register_sharding takes it: lists of placements, of the results and of the arguments by position."""
+    """Converts a rule for register_sharding to lists of placements, of the results and of the arguments by position."""
     arguments, count = op._schema.arguments, len(op._schema.returns)
 
     def shardings(*args: Any, **keywords: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -65,7 +66,7 @@ def register(op: Any, rule: Rule) -> None:
 
 
 def overloads() -> dict[str, Any]:
-    """Every operator of the library, no-grad overloads included."""
+    """Returns every operator of the library, no-grad overloads included."""
     found = {}
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith(f"{NAMESPACE}::"):
@@ -80,16 +81,16 @@ for _name, _op in overloads().items():
     register(_op, _refuse(without_suffix(_name)) if isinstance(_rule, Mark) else _rule)
 
 
-# ---- what functions and autograd do on DTensors beside calling the operator; sharded_loss.py has the losses ----
+# ---- helpers of functions and autograd for DTensors; sharded_loss.py has the losses ----
 
 
 def whole(x: DTensor) -> DTensor:
-    """x in every process, with partial sums added up."""
+    """Returns x in every process, with partial sums added up."""
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def on_mesh(grads: Sequence[Tensor | None], mesh: Any) -> tuple[Tensor | None, ...]:
-    """Plain tensors, which every process holds whole, as replicated DTensors."""
+    """Converts plain tensors, which every process holds as a whole, to replicated DTensors."""
     placements = [Replicate()] * mesh.ndim
     return tuple(
         DTensor.from_local(g, mesh, placements, run_check=False) if g is not None and not isinstance(g, DTensor) else g
@@ -98,7 +99,6 @@ def on_mesh(grads: Sequence[Tensor | None], mesh: Any) -> tuple[Tensor | None, .
 
 
 def agreed(seed: Tensor, x: DTensor) -> Tensor:
-    """One seed for all processes of x's mesh: the largest that they drew. Processes that were seeded alike keep
-    theirs."""
+    """Returns one seed for all processes of x's mesh, the largest that they drew. Equal seeds stay as they are."""
     mesh = x.device_mesh
     return whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))

@@ -1,14 +1,14 @@
-"""The ops in Python, one module for each family. ops.py registers what is here.
+"""Contains the ops in Python, one module for each family, which ops.py registers.
 
 A module has for each op, in this order: the public function; checks of csrc/<op>/<op>.cpp, in the same order and words;
 the fakes; setup_context and backward; those of the backward operator, which are the second derivative; the plain form;
-the autocast rule. Their names are the operator's with _fake, _setup_context, _backward, _plain or _autocast behind it;
+the autocast rule. Their names are the operator's, followed by _fake, _setup_context, _backward, _plain or _autocast;
 _second stands for _backward_backward.
 
 A fake promises the shape, strides and dtype that csrc/<op>/<op>.cpp allocates. A backward returns gradients by the
 names of arguments. In second derivatives grad_grad_x stands for the gradient with respect to the backward operator's
-result grad_x. Where a backward calls operators that have a derivative themselves, or plain tensor operations, autograd
-goes on from there to any order.
+result grad_x. If a backward calls differentiable operators or plain tensor operations, autograd differentiates it to
+any order.
 
 A plain form is an operator in plain tensor operations, for forward-mode differentiation, which a kernel cannot do. It
 takes the operator's arguments, defaults included, and returns its results. PyTorch can differentiate it in any mode and

@@ -1,4 +1,4 @@
-"""What several families share."""
+"""Helpers that several families of ops share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,13 @@ from ..registration import checks
 
 
 def is_int(dim: Any) -> bool:
-    """Anything with __index__ is taken, except a bool (Python's, NumPy's or a tensor), which PyTorch refuses, too."""
+    """Returns whether dim has __index__ and is no bool of Python, NumPy or a tensor. PyTorch refuses bools, too."""
     is_bool = isinstance(dim, bool) or str(getattr(dim, "dtype", "")).endswith("bool")
     return hasattr(dim, "__index__") and not is_bool
 
 
 def as_dim(op: str, dim: Any) -> int:
-    """The dimension. The operator itself would take True for 1."""
+    """Returns the dimension, and refuses other types. The operator itself would take True for 1."""
     if type(dim) is not int and not is_int(dim):
         checks.fail(op, f"expected dim to be an int, but got {dim!r}")
     return dim
@@ -28,8 +28,9 @@ def check_dim(op: str, x: Tensor, dim: int) -> None:
 
 
 def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> Callable[..., Tensor]:
-    """The fake of an operator whose first arguments are the tensors `names`. The others and the result are like the
-    last one. along_dim: the next argument is one of its dimensions. A wrong dtype is refused with this hint."""
+    """Makes the fake of an operator whose first arguments are the tensors `names`, all with the shape and dtype of the
+    last one, as is the result. With along_dim, the next argument is one of its dimensions. `hint` explains a wrong
+    dtype."""
 
     def fake(*args: Any) -> Tensor:
         *others, like = args[: len(names)]
@@ -44,5 +45,5 @@ def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> 
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the dtype in which the ops compute."""
+    """Returns x in the dtype in which the ops compute."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

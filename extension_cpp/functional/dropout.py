@@ -1,4 +1,4 @@
-"""dropout, and its seed and mask for the norms that drop elements."""
+"""Implements dropout, and the seed and mask that norms with dropout share with it."""
 
 from typing import Any
 
@@ -41,11 +41,11 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     return _ops.dropout(input, p, draw_seed(input, p))
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, x has no device for torch.randint
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, x has no device for torch.randint
 def draw_seed(x: Tensor, p: float) -> Tensor:
-    """The seed of dropout's mask for x: one number on x's device, so that no random number passes through the host.
+    """Draws the seed of dropout's mask for x: one number on x's device, so that it does not pass through the host.
 
-    torch.fx replaces it in this module alone, so other modules call it as an attribute of the module.
+    Other modules must call this as an attribute of the module, because torch.fx replaces the name in this module only.
     """
     if p == 1:  # every element is dropped, whatever the seed is
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)

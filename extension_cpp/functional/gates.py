@@ -1,4 +1,4 @@
-"""The gates: swiglu and geglu."""
+"""Implements the gates swiglu and geglu."""
 
 from typing import Any
 
@@ -57,7 +57,8 @@ def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
 
 
 class Gate:
-    """What ops.py registers for activation(gate) * up, an operator (gate, up, *options), and its backward operator."""
+    """The functions that ops.py registers for activation(gate) * up, an operator (gate, up, *options), and its
+    backward."""
 
     def __init__(self, op: str, activation: str) -> None:
         self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
@@ -79,10 +80,10 @@ class Gate:
         return {"gate": grad_gate, "up": grad_up}
 
     def second(self, ctx: Any, p: Tensor, q: Tensor) -> Gradients:
-        """The gradients, with p and q for grad_grad_gate and grad_grad_up.
+        """Returns the gradients of the backward operator, where p and q are grad_grad_gate and grad_grad_up.
 
-        With an activation a the backward operator gives grad_gate = grad_out * up * a'(gate) and grad_up = grad_out *
-        a(gate). The gradients are
+        With an activation a, the backward operator returns grad_gate = grad_out * up * a'(gate) and grad_up = grad_out
+        * a(gate). The gradients are
 
             of grad_out: p * up * a'(gate) + q * a(gate)
             of gate: p * grad_out * up * a''(gate) + q * grad_out * a'(gate)

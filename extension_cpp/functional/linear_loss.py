@@ -1,12 +1,11 @@
-"""linear_cross_entropy. Its kernels process the rows in chunks with at most 1 GiB of logits in memory.
+"""Implements linear_cross_entropy, whose kernels process the rows in chunks with at most 1 GiB of logits in memory.
 
 For each chunk a matrix product computes the logits, cross_entropy_chunk overwrites them with their gradient, and two
-matrix products compute the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN). So
-forward computes the gradients, as if grad_out were 1, and backward only scales them.
+matrix products compute the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN).
+Forward computes these gradients as if grad_out were 1, and backward only scales them.
 
-Two cases differ. Without a reduction each row has its own grad_out. In float16 the gradient of the logits must be
-multiplied by the scale of the loss before it is rounded. In both cases forward computes no gradient, and backward
-computes the logits again.
+Two cases differ. Without a reduction each row has its own grad_out. In float16 the logits' gradient must be scaled like
+the loss before it is rounded. In both cases forward computes no gradient, and backward computes the logits again.
 """
 
 import math
@@ -33,8 +32,8 @@ from .losses import (
     save,
 )
 
-# The size of a chunk's logits. Products of few rows are slower (products of 1024 rows by an eighth, with 128256 classes
-# on an H100), and each chunk after the first rounds the sum of the weight's gradient once more.
+# The size of a chunk's logits. Products of fewer rows are slower (by an eighth for 1024 rows and 128256 classes on an
+# H100), and each chunk after the first rounds the sum of the weight's gradient once more.
 CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
 ALIGNMENT = 16  # bytes; if a row's logits are not a multiple of it, cuBLAS uses kernels with a sixth of the speed
@@ -42,7 +41,7 @@ ALIGNMENT = 16  # bytes; if a row's logits are not a multiple of it, cuBLAS uses
 
 @dataclass(frozen=True)
 class Call:
-    """What forward and backward of linear_cross_entropy are called with."""
+    """The arguments of forward and backward of linear_cross_entropy."""
 
     x: Tensor  # (..., features)
     linear_weight: Tensor  # (classes, features)
@@ -63,14 +62,14 @@ class Call:
 
 
 def forward_call(*args: Any) -> tuple[Call, bool]:
-    """The arguments of linear_cross_entropy: the call, and float_loss."""
+    """Converts the arguments of linear_cross_entropy to a Call and float_loss."""
     x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, of_x, of_weight, of_bias = args
     needs = of_x, of_weight, of_bias
     return Call(x, linear_weight, target, linear_bias, weight, reduction, LossOptions(*options), needs), float_loss
 
 
 def backward_call(*args: Any) -> tuple[Call, list[Tensor]]:
-    """The arguments of linear_cross_entropy_backward after grad_out: the call, and the gradients that forward made."""
+    """Converts the arguments of linear_cross_entropy_backward after grad_out to a Call and the gradients of forward."""
     x, linear_weight, target, linear_bias, weight, grad_x, grad_weight, grad_bias, *others = args
     call, _ = forward_call(x, linear_weight, target, linear_bias, weight, *others[:-3], False, *others[-3:])
     return call, [grad_x, grad_weight, grad_bias]
@@ -129,7 +128,7 @@ def _linear_cross_entropy(
     options: LossOptions,
     float_loss: bool,
 ) -> Tensor:
-    """The operator, for DTensors the function of sharded_loss.py."""
+    """Calls the operator or, for DTensors, the function of sharded_loss.py."""
     number = reduction_number("linear_cross_entropy", reduction)
     given = {"x": x, "linear_weight": linear_weight, "target": target}
     for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
@@ -145,13 +144,13 @@ def _linear_cross_entropy(
 def float_linear_cross_entropy(
     x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, options: LossOptions
 ) -> Tensor:
-    """linear_cross_entropy whose loss is float32 for half inputs, too: nn.convert gives it to language models."""
+    """Computes linear_cross_entropy with a float32 loss even for half inputs, for nn.convert's language models."""
     return _linear_cross_entropy(x, linear_weight, target, bias, None, reduction, options, True)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:
-    """Whether forward must compute the gradient of this argument. A recorded graph may be trained later, and inside
-    torch.func's transforms requires_grad says nothing; there the answer is yes."""
+    """Returns whether forward must compute the gradient of this argument. This is also true for a recorded graph, which
+    may be trained later, and inside torch.func's transforms, where requires_grad says nothing."""
     is_unknown = is_recorded() or torch._C._are_functorch_transforms_active()
     return x is not None and (is_unknown or x.requires_grad)
 
@@ -172,13 +171,13 @@ def check_linear(op: str, call: Call) -> None:
         expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
         checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
     check_reduction(op, call.reduction)
-    # Logits of the right shape that take no memory: one element, expanded.
+    # These logits have the right shape but take no memory, because they are one expanded element.
     logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
     check_loss(op, logits, call.target, -1, call.weight, call.options)
 
 
 def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Their values, on the CPU alone: elsewhere this would wait for the device."""
+    """Checks the values of the targets on the CPU. On a GPU this would wait for the device."""
     if target.device.type == "cpu":
         wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
         expected = f"expected target in [0, {classes - 1}] or ignore_index"
@@ -199,7 +198,7 @@ def check_linear_backward(grad_out: Tensor, call: Call, made: Sequence[Tensor]) 
 
 
 def chunks(rows: Tensor, width: int) -> Iterator[slice]:
-    """Ranges of rows, of about equal length, whose logits take at most CHUNK_BYTES."""
+    """Yields ranges of rows, of about equal length, whose logits take at most CHUNK_BYTES."""
     count = rows.shape[0]
     most = max(CHUNK_BYTES // (width * rows.element_size()), 1)
     parts = -(-count // most)
@@ -209,7 +208,7 @@ def chunks(rows: Tensor, width: int) -> Iterator[slice]:
 
 
 def total_weight(labels: Tensor, classes: int, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
-    """The sum of the targets' weights, the divisor of the mean. A target that is not a class adds nothing."""
+    """Returns the sum of the targets' weights, by which the mean divides. A target that is not a class adds nothing."""
     is_counted = (labels != ignore_index) & (labels >= 0) & (labels < classes)
     if weight is None:
         return is_counted.sum(dtype=like.dtype).view(1)
@@ -217,7 +216,7 @@ def total_weight(labels: Tensor, classes: int, weight: Tensor | None, ignore_ind
 
 
 def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
-    """Whether forward computes the gradients; if not, backward computes the logits again."""
+    """Returns whether forward computes the gradients. If not, backward computes the logits again."""
     return reduction > 0 and dtype is not torch.float16
 
 
@@ -225,9 +224,9 @@ class Logits:
     """Computes the logits of one chunk at a time, always in the same memory.
 
     The classes are padded until a row is a multiple of ALIGNMENT. The padding has weights of 0, and its logits are set
-    to -inf: they add nothing to the sum of exponentials and have gradient 0. With smoothing, class weights or softcap
-    they would have another gradient, so nothing is padded. Nor is anything padded for fewer than TILE rows, where the
-    copy of the weights would take longest.
+    to -inf: they add nothing to the sum of exponentials and have gradient 0. Nothing is padded with smoothing, class
+    weights or softcap, where the padding would have another gradient, or for fewer than TILE rows, where the copy of
+    the weights would take longest.
     """
 
     def __init__(self, call: Call) -> None:
@@ -242,7 +241,7 @@ class Logits:
             self.linear_weight = torch.nn.functional.pad(linear_weight, (0, 0, 0, padding))
             if linear_bias is not None:
                 self.linear_bias = torch.nn.functional.pad(linear_bias, (0, padding))
-            # A target that points into the padding is not a class: it becomes an invalid one.
+            # A target in the padding is not a class, and is replaced by an invalid index.
             is_meant = (labels < self.classes) | (labels == options.ignore_index)
             self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
         width = self.linear_weight.shape[0]
@@ -260,7 +259,7 @@ class Logits:
 
 
 class Gradients:
-    """The gradients of x (as rows), linear_weight and linear_bias, summed chunk by chunk; empty where not needed."""
+    """The gradients of x (as rows), linear_weight and linear_bias, summed chunk by chunk, or empty if not needed."""
 
     def __init__(self, chunk: Logits, call: Call, needs: Sequence[bool]) -> None:
         rows, linear_weight = chunk.rows, call.linear_weight
@@ -273,7 +272,7 @@ class Gradients:
         self.bias_sum = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(rows))
 
     def add(self, part: slice, gradient: Tensor) -> None:
-        """Adds what a chunk contributes. `gradient` is the gradient of its logits, with their padding."""
+        """Adds the contribution of a chunk. `gradient` is the gradient of its logits, with their padding."""
         if self.needs_bias:
             self.bias_sum += own_ops.reduce_sum_no_grad(gradient, (0,))[: self.classes]
         if self.needs_x:
@@ -289,7 +288,7 @@ class Gradients:
 
 
 def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and the gradients that `needs` names. On the CPU each target must be a class."""
+    """Returns the loss, and the gradients that `needs` names. On the CPU each target must be a class."""
     op = "linear_cross_entropy"
     check_linear(op, call)
     check_targets(op, call.target, call.linear_weight.shape[0], call.options.ignore_index)
@@ -312,7 +311,7 @@ def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor
 
 
 def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, if forward computed none."""
+    """Computes the gradients, if forward computed none."""
     chunk = Logits(call)
     grads = grad_out.reshape(-1)
     if call.reduction > 0:
@@ -356,7 +355,7 @@ def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def empty_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of the fakes. A gradient that is not needed has no elements."""
+    """Returns the gradients that a fake returns. A gradient that is not needed has no elements."""
     needs_x, needs_weight, needs_bias = needs
     return (
         x.new_empty(x.shape if needs_x else 0),
@@ -407,7 +406,7 @@ def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
 
 
 def linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """x, linear_weight and linear_bias in autocast's dtype, except float64, and a float32 loss."""
+    """Casts x, linear_weight and linear_bias to autocast's dtype, except float64, and asks for a float32 loss."""
     x, linear_weight, target, linear_bias, *others, _, of_x, of_weight, of_bias = args
     dtype = torch.get_autocast_dtype(device_type)
     x, linear_weight, linear_bias = (

@@ -1,6 +1,6 @@
-"""cross_entropy and token_log_probs, and what linear_loss.py shares with them.
+"""Implements cross_entropy and token_log_probs, and helpers that linear_loss.py shares.
 
-A loss returns, beside its results, statistics that only backward reads. They have no gradient.
+In addition to its results a loss returns statistics that only backward reads. They have no gradient.
 """
 
 import math
@@ -25,7 +25,7 @@ class LossOptions(NamedTuple):
     softcap: float | None = None
 
     def around(self, reduction: int) -> tuple[int, int, float, float, float | None]:
-        """As arguments of cross_entropy, whose schema has the reduction after ignore_index."""
+        """Returns the arguments of cross_entropy, whose schema has the reduction after ignore_index."""
         return self.ignore_index, reduction, *self[1:]
 
 
@@ -83,7 +83,7 @@ def cross_entropy(
 def _cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, options: LossOptions, float_loss: bool
 ) -> Tensor:
-    """The operator, for DTensors the function of sharded_loss.py."""
+    """Calls the operator or, for DTensors, the function of sharded_loss.py."""
     number = reduction_number("cross_entropy", reduction)
     if autograd.is_sharded(logits):
         sharded = autograd.distributed.sharded_loss.cross_entropy
@@ -92,7 +92,7 @@ def _cross_entropy(
 
 
 def float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
+    """Computes cross_entropy with a float32 loss for half logits, too. nn.convert gives it to language models."""
     return _cross_entropy(logits, target, None, reduction, LossOptions(ignore_index), True)
 
 
@@ -125,7 +125,7 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
 
 
 def reduction_number(op: str, reduction: str) -> int:
-    """The reduction as the operators take it: a number, as in ATen."""
+    """Converts the reduction to the number that the operators take, as in ATen."""
     if reduction not in ("none", "mean", "sum"):
         checks.fail(op, f"expected reduction to be 'none', 'mean' or 'sum', but got {reduction!r}")
     return ("none", "mean", "sum").index(reduction)
@@ -144,7 +144,7 @@ def check_loss(
     weight: Tensor | None = None,
     options: LossOptions = NO_OPTIONS,
 ) -> None:
-    """check_inputs of csrc/loss/loss_shim.cpp, except that the values of the targets are not checked."""
+    """Makes the checks of check_inputs in csrc/loss/loss_shim.cpp, except for those of the values of the targets."""
     checks.check_dtype(op, "logits", logits)
     checks.check(op, logits.dim() > 0, "expected logits to have at least one dimension, but got shape []")
     classes = logits.shape[class_dim]
@@ -181,7 +181,7 @@ def class_dim(logits: Tensor) -> int:
 
 
 def loss_type(logits: Tensor) -> torch.dtype:
-    """The dtype in which the losses are computed, and of the statistics."""
+    """Returns the dtype of the statistics and of the losses' arithmetic."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -214,7 +214,7 @@ def check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) ->
 def save(ctx: Any, tensors: Sequence[Tensor | None], statistics: Sequence[Tensor]) -> None:
     ctx.save_for_backward(*tensors)
     ctx.mark_non_differentiable(*statistics)
-    ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the statistics
+    ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros as gradients of the statistics
 
 
 def cross_entropy_fake(
@@ -321,18 +321,18 @@ def token_log_probs_backward(
 
 
 def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """NaN, and 1 elsewhere. As a factor it makes the tangent NaN, too, which masked_fill would make 0."""
+    """Returns NaN where mask is true, else 1. This factor also makes the tangent NaN; masked_fill would make it 0."""
     return torch.where(mask, torch.nan, 1).to(dtype)
 
 
 def unevaluated_lse(most: Tensor, log_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    """most + log_sum, both float64, as the operators save it: two numbers for each row (csrc/loss/loss.h)."""
+    """Returns most + log_sum, both float64, as the two numbers per row that operators save (csrc/loss/loss.h)."""
     lse = (most + log_sum).to(dtype)
     return torch.stack([lse, (log_sum - (lse - most)).to(dtype)], -1)
 
 
 def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax, the log-sum-exp, and what the operators save of it."""
+    """Returns log_softmax, the log-sum-exp, and the form of the log-sum-exp that the operators save."""
     most = z.detach().amax(-1)
     d = z - most[..., None]
     log_sum = torch.logsumexp(d, -1)
@@ -354,7 +354,7 @@ def cross_entropy_plain(
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     w = z.new_ones(z.shape[-1]) if weight is None else wide(weight)
     is_ignored, index = target == ignore_index, target.clamp(0, z.shape[-1] - 1)
-    is_outside = (index != target) & ~is_ignored  # on CUDA, where the loss is NaN
+    is_outside = (index != target) & ~is_ignored  # on CUDA the loss is NaN there
     of_target = torch.where(is_ignored | is_outside, 0, w[index])
     log_p, lse, saved = _log_softmax(z)
     losses = of_target * (options.z_loss * lse * lse - (1 - label_smoothing) * _at(log_p, index))
@@ -374,10 +374,10 @@ def token_log_probs_plain(logits: Tensor, target: Tensor, temperature: float = 1
     log_p, _, saved = _log_softmax(z)
     entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
     index = target.clamp(0, z.shape[-1] - 1)
-    factor = _nan_where(index != target, z.dtype)  # on CUDA, where the results are NaN
+    factor = _nan_where(index != target, z.dtype)  # on CUDA the results are NaN there
     return _at(log_p, index) * factor, entropy * factor, saved
 
 
 def cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A float32 loss. The logits are not cast: as float32 they would be twice as many bytes to read."""
+    """Asks for a float32 loss. The logits are not cast, because float32 logits would be twice as many bytes to read."""
     return *args[:-1], True

@@ -1,5 +1,5 @@
-"""The norms, their derivative and second derivative in plain tensor operations. They compute in float32 (float64:
-float64), over the last dimensions."""
+"""Computes the norms, their derivative and second derivative in plain tensor operations, over the last dimensions. The
+arithmetic is float32 (float64 for float64 tensors)."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ def _dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
-    """xhat and rstd as functions of x, for layer_norm if `centered`, else for rms_norm.
+    """Returns xhat and rstd as functions of x, for layer_norm if `centered`, or else for rms_norm.
 
-    The result rstd has the value of the argument rstd, which forward computed. The difference to x's variance, which
-    is eps, is a constant.
+    The returned rstd has the value of the argument rstd, which forward computed. Its difference from x's variance,
+    which is eps, is a constant.
     """
     d = x - x.mean(dims, keepdim=True) if centered else x
     variance = d.square().mean(dims, keepdim=True)
@@ -26,7 +26,7 @@ def _normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -
 
 
 def _project(z: Tensor, xhat: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
-    """z - mean(z) - xhat * mean(xhat * z). If z is the gradient of xhat, rstd times this is the gradient of x."""
+    """Computes z - mean(z) - xhat * mean(xhat * z). If z is xhat's gradient, rstd times this is x's gradient."""
     return z - (z.mean(dims, keepdim=True) if centered else 0) - xhat * (xhat * z).mean(dims, keepdim=True)
 
 
@@ -57,7 +57,7 @@ def backward(
     centered: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias; empty where not needed."""
+    """Returns the gradients of x, weight and bias, which are empty where not needed."""
     weight, like = weights[0], next((w for w in weights if w is not None), x)
     dims, g = _dims(normalized_shape), wide(grad_out)
     xhat, rstd = _normalize(wide(x), dims, rstd, centered)
@@ -80,13 +80,12 @@ def second_derivative(
     grads: Sequence[Tensor | None],
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of grad_out, x and weight through a norm's backward operator, which is layer_norm's if `centered`,
-    else rms_norm's.
+    """Returns the gradients of grad_out, x and weight through the backward of layer_norm, if `centered`, or rms_norm.
 
     They are the derivatives of <grad_grad_x, grad_x> + <grad_grad_weight, grad_weight> + <grad_grad_bias, grad_bias>.
-    `grads` are grad_grad_x, grad_grad_weight and, for layer_norm, grad_grad_bias, None for what was not computed.
+    `grads` are grad_grad_x, grad_grad_weight and, for layer_norm, grad_grad_bias. Gradients not computed are None.
 
-    With P of _project, grad_x is rstd * P(grad_out * weight), and P is symmetric. All of it is plain tensor
+    With P of _project, grad_x is rstd * P(grad_out * weight), and P is symmetric. All operations are plain tensor
     operations on x, which autograd differentiates further.
     """
     grad_grad_x, grad_grad_weight, *grad_grad_bias = grads

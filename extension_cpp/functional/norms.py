@@ -1,4 +1,4 @@
-"""The norms: layer_norm and rms_norm, and what each of them is fused with."""
+"""Implements layer_norm and rms_norm, and their fusions with dropout and residual addition."""
 
 import operator
 from collections.abc import Sequence
@@ -179,7 +179,7 @@ def layer_norm_dropout(
 def _branches(
     op: str, x: Tensor, residual: Tensor, p: float, training: bool
 ) -> tuple[Tensor, Tensor, float, Tensor | None]:
-    """x and residual in one dtype, the p that applies, and the seed if p is not 0."""
+    """Returns x and residual in one dtype, the p that applies, and the seed if p is not 0."""
     checks.check_probability(op, p)
     for name, tensor in (("x", x), ("residual", residual)):
         checks.check_tensor(op, name, tensor)
@@ -188,16 +188,16 @@ def _branches(
     return x, residual, p, dropout.draw_seed(x, p) if p else None
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
 def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """x and residual in one dtype: under autocast a branch is half and the residual stream float32.
+    """Casts x and residual to one dtype, because under autocast a branch is half and the residual stream float32.
 
-    It is no rule: the norms call it outside autocast, too, where it changes nothing.
+    This is no autocast rule: the norms also call it outside autocast, where it changes nothing.
     """
     if x.dtype is residual.dtype:
         return x, residual
     device = x.device.type
-    # PyTorch knows no autocast for the device type meta, and raises.
+    # PyTorch has no autocast for the device type meta, and raises.
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.promote_types(x.dtype, residual.dtype)
         return x.to(dtype), residual.to(dtype)
@@ -208,7 +208,7 @@ def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norm_statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
-    """An empty tensor with one number for each row, in a shape that broadcasts against x."""
+    """Makes an empty tensor with one number for each row, in a shape that broadcasts against x."""
     shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
     return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
 
@@ -220,7 +220,7 @@ def norm_gradients(
     needs_x: bool,
     needs_weights: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Empty gradients of x and of the weights. A gradient that is not needed has no elements."""
+    """Makes empty gradients of x and of the weights. A gradient that is not needed has no elements."""
     like = next((w for w in weights if w is not None), x)
     of_weights = (like.new_empty(list(normalized_shape) if needs else 0) for needs in needs_weights)
     return x.new_empty(x.shape if needs_x else 0), *of_weights
@@ -235,7 +235,7 @@ def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape
 def check_norm(
     op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
 ) -> None:
-    """check_inputs of csrc/norm/norm.cpp."""
+    """Makes the checks of check_inputs in csrc/norm/norm.cpp."""
     dims = len(normalized_shape)
     checks.check_dtype(op, "x", x)
     checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
@@ -258,7 +258,7 @@ def check_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None = None,
 ) -> None:
-    """The checks of norm_backward in csrc/norm/norm.cpp. `statistics` has the saved statistics by name."""
+    """Makes the checks of norm_backward in csrc/norm/norm.cpp. `statistics` has the saved statistics by name."""
     check_norm(op, x, normalized_shape, weight, bias)
     checks.check_like(op, "grad_out", grad_out, "x", x)
     expected = norm_statistics(x, normalized_shape)
@@ -270,7 +270,7 @@ def check_norm_backward(
 
 
 def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
-    """check_dropout of csrc/norm/norm.cpp."""
+    """Makes the checks of check_dropout in csrc/norm/norm.cpp."""
     checks.check_probability(op, p)
     if seed is not None:
         checks.check_seed(op, seed, x)
@@ -281,9 +281,9 @@ def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
 
 
 class Norm:
-    """What ops.py registers for a norm and its backward operator.
+    """Holds the functions that ops.py registers for a norm and its backward operator.
 
-    The names of the arguments in the two schemas say how the norms differ. Those in brackets are there only if the norm
+    The names of the arguments in the two schemas say how the norms differ. Arguments in brackets exist only if the norm
     adds a residual or drops elements:
 
         norm:      x, [residual], normalized_shape, *weights, eps, [p, seed]
@@ -297,11 +297,11 @@ class Norm:
         self.inputs, self.backward_inputs = _arguments(op), _arguments(f"{op}_backward")
         self.adds, self.drops = "residual" in self.inputs, "seed" in self.inputs
         self.x = "sum" if self.adds else "x"  # the name of the normalized tensor in backward
-        self.centered = "mean" in self.backward_inputs  # layer_norm's; else rms_norm's
+        self.centered = "mean" in self.backward_inputs  # true for layer_norm, false for rms_norm
         self.weights = [name for name in ("weight", "bias") if name in self.inputs]
         self.statistics = [name for name in ("mean", "rstd") if name in self.backward_inputs]
         self.differentiable = [name for name in ("x", "residual", "weight", "bias") if name in self.inputs]
-        # setup_context picks from the inputs and results what it saves, backward from `known` its operator's arguments.
+        # setup_context picks what it saves from inputs and results, and backward its operator's arguments from `known`.
         results = ["out", *(["sum"] if self.adds else []), *self.statistics]
         saved = [self.x, *self.statistics, *self.weights, *(["seed"] if self.drops else [])]
         self.saved_of = operator.itemgetter(*map([*self.inputs, *results].index, saved))
@@ -341,8 +341,8 @@ class Norm:
         ctx.save_for_backward(*self.saved_of((*inputs, *output)))
         ctx.normalized_shape = inputs[2 if self.adds else 1]
         ctx.p = inputs[-2] if self.drops else 0.0
-        ctx.mark_non_differentiable(*output[2 if self.adds else 1 :])  # the statistics
-        ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the statistics
+        ctx.mark_non_differentiable(*output[2 if self.adds else 1 :])  # the statistics have no gradient
+        ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros as gradients of the statistics
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Gradients:
         saved = ctx.saved_tensors
@@ -350,12 +350,12 @@ class Norm:
             return _grads_of_sum_alone(ctx, grads[1], saved[-1]) if self.adds else {}
         known = (*grads, *saved, ctx.normalized_shape, ctx.p, *ctx.needs_input_grad)
         gradients = dict(zip(self.differentiable, self.backward_op(*self.arguments_of(known)), strict=True))
-        if self.adds and ctx.p == 0:  # then one tensor is the gradient of both
+        if self.adds and ctx.p == 0:  # without dropout, one tensor is the gradient of both
             gradients["x"] = gradients["residual"]
         return gradients
 
     def backward_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """The setup_context of the backward operator."""
+        """Saves what the second derivative reads, as the setup_context of the backward operator."""
         given = dict(zip(self.backward_inputs, inputs, strict=True))
         names = "grad_out", self.x, "rstd", "weight", "seed"
         ctx.save_for_backward(*map(given.get, names))
@@ -363,12 +363,12 @@ class Norm:
         ctx.needs = [given[f"needs_grad_{name}"] for name in self.differentiable]
 
     def second(self, ctx: Any, *grads: Tensor) -> Gradients:
-        """The gradients of the backward operator's arguments."""
+        """Returns the gradients of the backward operator's arguments."""
         of_norm = self._second_of_add_norm if self.adds else self._second_of_norm
         return of_norm(ctx, grads)
 
     def _second_of_norm(self, ctx: Any, grads: Sequence[Tensor]) -> Gradients:
-        """The second derivative of dropout(norm(x)), without dropout if p is 0."""
+        """Computes the second derivative of dropout(norm(x)), without dropout if p is 0."""
         grad_out, x, rstd, weight, seed = ctx.saved_tensors
 
         def drop(z: Tensor) -> Tensor:
@@ -381,11 +381,11 @@ class Norm:
         return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
 
     def _second_of_add_norm(self, ctx: Any, grads: Sequence[Tensor]) -> Gradients:
-        """The second derivative of a norm that adds a residual.
+        """Computes the second derivative of a norm that adds a residual.
 
-        With s = sum, its backward operator gives grad_residual = norm_backward(grad_out) + grad_sum and grad_x =
-        dropout(grad_residual). Dropout is symmetric, so grad_grad_x and grad_grad_residual both reach the one sum
-        grad_residual. Without dropout grad_x is empty, and the gradient of x came in for residual.
+        With s = sum, its backward operator returns grad_residual = norm_backward(grad_out) + grad_sum and grad_x =
+        dropout(grad_residual). Dropout is symmetric, so that grad_grad_x and grad_grad_residual both reach the one sum
+        grad_residual. Without dropout grad_x is empty, and grad_grad_residual includes the gradient of x.
         """
         grad_out, s, rstd, weight, seed = ctx.saved_tensors
         needs_x, needs_residual, *needs_weights = ctx.needs
@@ -434,7 +434,7 @@ def _arguments(op: str) -> list[str]:
 
 
 def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> Gradients:
-    """The gradients of x and residual if only the sum was used, and not the norm."""
+    """Returns the gradients of x and residual if only the sum was used, and not the norm."""
     grad_x = grad_sum
     if grad_sum is not None and seed is not None and ctx.p > 0 and ctx.needs_input_grad[0]:
         grad_x = _ops.dropout(grad_sum, ctx.p, seed)
@@ -442,12 +442,12 @@ def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) 
 
 
 def _computed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """None in place of the gradients of results that the backward operator did not compute."""
+    """Replaces the gradients of results that the backward operator did not compute by None."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 LAYER_NORM, RMS_NORM, LAYER_NORM_DROPOUT = Norm("layer_norm"), Norm("rms_norm"), Norm("layer_norm_dropout")
 ADD_LAYER_NORM, ADD_RMS_NORM = Norm("add_layer_norm"), Norm("add_rms_norm")
 
-# As torch.rms_norm, which casts from torch 2.12 on.
+# Whether torch.rms_norm casts under autocast, as from torch 2.12 on.
 CASTS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")

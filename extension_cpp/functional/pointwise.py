@@ -1,4 +1,4 @@
-"""muladd and the activations, alone and behind a bias."""
+"""Implements muladd and the activations, alone and after a bias."""
 
 import math
 from typing import Any
@@ -212,14 +212,14 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 
 
 def is_tanh(op: str, approximate: str) -> bool:
-    """`approximate` as the operators take it: a bool, since the stable ABI leaks a string at each call."""
+    """Converts `approximate` to a bool for the operators, because the stable ABI leaks a string at each call."""
     if approximate not in ("none", "tanh"):
         checks.fail(op, f"expected approximate to be 'none' or 'tanh', but got {approximate!r}")
     return approximate == "tanh"
 
 
 class Activation:
-    """What ops.py registers for an activation (x, *options), its backward and its double backward operator."""
+    """The functions that ops.py registers for an activation (x, *options), its backward and double backward."""
 
     def __init__(self, op: str) -> None:
         self.backward_op, self.double_backward_op = (getattr(_ops, f"{op}_{name}backward") for name in ("", "double_"))
@@ -319,7 +319,7 @@ def check_bias(op: str, x: Tensor, bias: Tensor) -> None:
 
 
 class Biased:
-    """What ops.py registers for an operator (x, bias, option) and its backward operator."""
+    """Holds the functions that ops.py registers for an operator (x, bias, option) and its backward operator."""
 
     def __init__(self, op: str) -> None:
         self.op, self.backward_op = op, getattr(_ops, f"{op}_backward")
@@ -351,7 +351,7 @@ def scale_bias_relu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], ou
 
 
 def scale_bias_relu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> Gradients:
-    # Both gradients are linear in grad_out, masked where the output is zero; the mask itself has no derivative.
+    # Both gradients are linear in grad_out, and masked where the output is zero. The mask itself has no derivative.
     x, bias = ctx.saved_tensors
     total = torch.zeros_like(x)
     if ctx.needs_x:
@@ -362,7 +362,7 @@ def scale_bias_relu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor
 
 
 def bias_gelu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> Gradients:
-    # Both gradients are grad_out * gelu'(x + bias), the second one summed over the rows.
+    # Both gradients are grad_out * gelu'(x + bias), and that of the bias is summed over the rows.
     grad_out, x, bias = ctx.saved_tensors
     tanh, needs_x, needs_bias = ctx.options
     total = torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""reduce_sum."""
+"""Implements reduce_sum."""
 
 import operator
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: b
 
 
 def _as_dims(dim: Any) -> tuple[int, ...] | None:
-    """The dimensions as ints."""
+    """Returns the dimensions as ints, and refuses other types."""
     dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
     if not all(map(is_int, dims or ())):
         checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
@@ -42,7 +42,7 @@ def _as_dims(dim: Any) -> tuple[int, ...] | None:
 
 
 def reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
-    """The dimensions that reduce_sum sums over, counted from the first."""
+    """Returns the dimensions that reduce_sum sums over, counted from the first."""
     return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 

@@ -1,4 +1,4 @@
-"""rotary_embedding. Its plain form computes in float32 (float64: float64)."""
+"""Implements rotary_embedding. Its plain form computes in float32 (float64 for float64 tensors)."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def rotary_embedding(
     Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face transformers.
     """
     rotated = _ops.rotary_embedding(q, k, cos, sin, interleaved)
-    return rotated[0], rotated[1]  # by index: under torch.fx both are one Proxy, which cannot be unpacked
+    return rotated[0], rotated[1]  # indexed, because under torch.fx both are one Proxy, which cannot be unpacked
 
 
 def check_rotary(op: str, grad: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -84,7 +84,7 @@ def rotary_embedding_backward_fake(
 
 
 def rotary_embedding_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """The setup_context of the operator and of its backward operator."""
+    """Saves cos and sin, as the setup_context of the operator and of its backward operator."""
     _, _, cos, sin, ctx.interleaved = inputs
     if any(ctx.needs_input_grad[2:4]):
         reason = "their derivative is not implemented"
@@ -99,14 +99,14 @@ def rotary_embedding_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Gradi
 
 
 def rotary_embedding_second(ctx: Any, grad_grad_q: Tensor, grad_grad_k: Tensor) -> Gradients:
-    # The backward operator multiplies by the transposed matrix, so its own backward is the operator.
+    # The backward operator multiplies by the transposed matrix, so that its own backward is the operator.
     cos, sin = ctx.saved_tensors
     grad_q, grad_k = _ops.rotary_embedding(grad_grad_q, grad_grad_k, cos, sin, ctx.interleaved)
     return {"grad_q": grad_q, "grad_k": grad_k}
 
 
 def _turned(x: Tensor, interleaved: bool) -> Tensor:
-    """x with each pair (a, b) replaced by (-b, a)."""
+    """Returns x with each pair (a, b) replaced by (-b, a)."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     a, b = x.chunk(2, -1) if x.shape[-1] else (x, x)
@@ -134,7 +134,7 @@ def rotary_embedding_backward_plain(
 
 
 def rotary_embedding_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """q and k in the wider of their dtypes; cos and sin in that dtype or, beside a half type, in float32.
+    """Casts q and k to the wider of their dtypes, and cos and sin to that dtype or, beside a half type, to float32.
 
     This is type promotion, except that the results keep the dtype of q and k.
     """

@@ -1,4 +1,4 @@
-"""The scans: cumsum, logcumsumexp and linear_recurrence. Their plain forms compute in float32 (float64: float64)."""
+"""Implements cumsum, logcumsumexp and linear_recurrence. Plain forms compute in float32 (float64 for float64)."""
 
 import functools
 from typing import Any
@@ -151,13 +151,13 @@ def linear_recurrence(
 
 
 def check_recurrence(op: str, a: Tensor, name: str, b: Tensor, h0: Tensor | None, dim: int) -> None:
-    """check_recurrence of csrc/scan/scan.cpp."""
+    """Makes the checks of check_recurrence in csrc/scan/scan.cpp."""
     checks.check_same(op, "a", a, name, b)
     expected = f"expected a of a shape that broadcasts to {list(b.shape)}, that of {name}"
     message = f"{expected}, but got {list(a.shape)}"
     checks.check(op, a.dim() <= b.dim(), message)
     for of_a, of_b in zip(reversed(a.shape), reversed(b.shape), strict=False):
-        checks.check(op, (of_a == 1) | (of_a == of_b), message)  # | for sizes that torch.compile does not know
+        checks.check(op, (of_a == 1) | (of_a == of_b), message)  # `|` works for sizes that torch.compile does not know
     check_dim(op, b, dim)
     if h0 is None:
         return
@@ -201,7 +201,7 @@ def linear_recurrence_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], 
 
 
 def linear_recurrence_second(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor, grad_grad_h0: Tensor) -> Gradients:
-    # The operator gives, for a scan that is not reversed,
+    # For a scan that is not reversed, the backward operator computes
     #     grad_b = u, u[t] = grad_h[t] + a[t + 1] * u[t + 1];    grad_a[t] = u[t] * h[t - 1];    grad_h0 = a[0] * u[0].
     # With p, q, r for grad_grad_a, grad_grad_b, grad_grad_h0, the gradient w of grad_h runs in the other direction:
     #     w[t] = a[t] * w[t - 1] + p[t] * h[t - 1] + q[t],    w[-1] = r.
@@ -222,7 +222,7 @@ def linear_recurrence_second(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor,
 
 
 def _may_differ(a: Any, b: Any) -> bool:
-    """a != b, and True for sizes that torch.compile does not know because they depend on data."""
+    """Returns a != b, or True for sizes that torch.compile does not know because they depend on data."""
     if not isinstance(a, torch.SymInt) and not isinstance(b, torch.SymInt):
         return bool(a != b)
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -231,7 +231,7 @@ def _may_differ(a: Any, b: Any) -> bool:
 
 
 def _sum_to(x: Tensor, like: Tensor) -> Tensor:
-    """x summed over the dimensions in which `like` broadcasts to it."""
+    """Sums x over the dimensions in which `like` broadcasts to x."""
     missing = x.dim() - like.dim()
     ones = [missing + d for d, size in enumerate(like.shape) if _may_differ(x.shape[missing + d], size)]
     dims = (*range(missing), *ones)
@@ -239,7 +239,7 @@ def _sum_to(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _earlier(x: Tensor, first: Tensor | None, dim: int, reverse: bool) -> Tensor:
-    """What was there one step earlier in the direction of the scan; `first` (None: 0) before the first step."""
+    """Shifts x by one step against the direction of the scan. `first`, or 0, comes before the first step."""
     n = x.shape[dim] if x.dim() else 1
     if n == 0:
         return x
@@ -250,7 +250,7 @@ def _earlier(x: Tensor, first: Tensor | None, dim: int, reverse: bool) -> Tensor
 
 
 def _first_step(x: Tensor, dim: int, reverse: bool, like: Tensor) -> Tensor:
-    """x at the first step in the direction of the scan; without a step zeros like `like`."""
+    """Returns x at the first step in the direction of the scan, or zeros like `like` if there is no step."""
     if x.dim() == 0:
         return x
     return x.select(dim, -1 if reverse else 0) if x.shape[dim] > 0 else torch.zeros_like(like)
@@ -282,9 +282,8 @@ def linear_recurrence_backward_plain(
 
 
 def linear_recurrence_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All tensors in the widest of their dtypes, as for PyTorch's operators that promote. Or as they are, if one is of
-    integers: the operator refuses it.
-    """
+    """Casts all tensors to the widest of their dtypes, as PyTorch's promoting operators do. Integer tensors are not
+    cast, so that the operator refuses them."""
     *tensors, dim, reverse = args
     dtypes = [x.dtype for x in tensors if x is not None]
     if not all(dtype.is_floating_point for dtype in dtypes):

@@ -1,4 +1,4 @@
-"""softmax and log_softmax."""
+"""Implements softmax and log_softmax."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
 
 
 class Softmax:
-    """What ops.py registers for softmax or log_softmax and its backward operator."""
+    """Holds the functions that ops.py registers for softmax or log_softmax and its backward operator."""
 
     def __init__(self, op: str) -> None:
         self.backward_op = getattr(_ops, f"{op}_backward")

@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operators."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
 
 
 def kernel_template_plain(x: Tensor, index: Tensor) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation."""
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
     return x[index]
 
 

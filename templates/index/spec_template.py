@@ -6,7 +6,7 @@ from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
 def numbers(x, count):
-    """An index of some of x's rows, in any order: some rows occur several times, and others do not."""
+    """Returns an index of some of x's rows, in any order: some rows occur several times, and others do not."""
     drawn = torch.randint(max(len(x), 1), (count if len(x) else 0,), generator=torch.Generator().manual_seed(0))
     return drawn.to(x.device)
 
@@ -35,7 +35,7 @@ def bench(make, shape):
 
 
 def terms(call):
-    """The result is a copy. The gradient is added in float64 and rounded once."""
+    """Returns the terms. The result is a copy. The gradient is added in float64 and rounded once."""
     sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
     return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
 

@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import extension_cpp
 
 
 def test_known_values(device: str) -> None:
-    """Also of a row that occurs several times, one that does not, and the second derivative, which gathers again."""
+    """Values and derivatives are right for a row that occurs several times and for one that does not occur."""
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], device=device, requires_grad=True)
     grad_out = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]], device=device, requires_grad=True)
     out = extension_cpp.kernel_template(x, torch.tensor([2, 0, 2], device=device))
@@ -27,7 +27,7 @@ def test_empty(shape: tuple[int, ...], count: int, device: str) -> None:
 
 @pytest.mark.parametrize("number", [-1, 3, 1 << 62, -(1 << 63)])
 def test_numbers_that_are_no_rows(number: int, device: str) -> None:
-    """The CPU refuses them. On a GPU they give NaN, get no gradient, and read no memory."""
+    """The CPU refuses an index that is no row. A GPU gives NaN and no gradient, and reads no other memory."""
     x = torch.ones(3, 5, device=device, requires_grad=True)
     index = torch.tensor([1, 2, number, 0], device=device)
     backward, grad_out = torch.ops.extension_cpp.kernel_template_backward, torch.ones(4, 5, device=device)
@@ -46,7 +46,7 @@ def test_numbers_that_are_no_rows(number: int, device: str) -> None:
 
 
 def test_a_row_that_occurs_often(device: str) -> None:
-    """131072 times, among others, in bfloat16: a sum in bfloat16 would stop growing at 256."""
+    """The gradient of a row that occurs 131072 times is exact. A sum in bfloat16 would stop growing at 256."""
     x = torch.ones(3, 33, device=device, dtype=torch.bfloat16, requires_grad=True)
     index = torch.ones(131075, dtype=torch.int64, device=device)
     index[[7, 5000, 131074]] = 2
@@ -69,7 +69,7 @@ def test_backward_checks_its_own_arguments(device: str) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(device: str) -> None:
-    """The last rows of x and of the gradient, whose offsets need 64 bits."""
+    """The last rows of x and of the gradient, whose offsets need 64 bits, are right."""
     rows, cols = (1 << 31) // 1024 + 3, 1024
     x = torch.zeros(rows, cols, dtype=torch.bfloat16, device=device)
     x[-2:] = torch.tensor([[2.0], [3.0]])

@@ -1,4 +1,4 @@
-"""make bench: the time of each op beside its reference in plain PyTorch, and their quotient.
+"""make bench: prints the time of each op beside its reference in plain PyTorch, and their quotient.
 
 The inputs are those of the op's spec (tests/specs/), with the shape and the dtype of the options. A figure is a median.
 """
@@ -14,7 +14,7 @@ from tests.opspec import Sample, all_specs
 
 
 def microseconds(function: Callable[..., object], sample: Sample) -> float:
-    """The median time of a call; Timer waits for the GPU."""
+    """Returns the median time of a call. Timer waits for the GPU."""
     names = {"function": function, "args": sample.args, "kwargs": sample.kwargs}
     timer = Timer("function(*args, **kwargs)", globals=names, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=0.5).median) * 1e6

@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operators."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -45,14 +45,14 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    # grad_x = grad_out * f'(x). Its derivative is f'(x) in grad_out, and grad_out * f''(x) in x, here 2 * grad_out.
-    # Written in plain tensor operations, so that autograd can differentiate it again, to any order.
+    # grad_x = grad_out * f'(x). Its derivative in grad_out is f'(x), and in x it is grad_out * f''(x), here 2 *
+    # grad_out. Plain tensor operations let autograd differentiate again, to any order.
     grad_out, x = ctx.saved_tensors
     return {"grad_out": _ops.kernel_template_backward(grad_grad_x, x), "x": grad_grad_x * (2 * grad_out)}
 
 
 def kernel_template_plain(x: Tensor) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation."""
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
     return x * x
 
 

@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import extension_cpp
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_known_values(dtype: torch.dtype, device: str) -> None:
-    """Small whole numbers are exact in every dtype: the value, the first and the second derivative."""
+    """The value, the first and the second derivative are exact for small whole numbers, in every dtype."""
     x = torch.tensor([-3.0, -1.0, 0.0, 0.5, 4.0], dtype=dtype, device=device, requires_grad=True)
     y = extension_cpp.kernel_template(x)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)

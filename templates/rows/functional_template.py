@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operators."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -46,15 +46,14 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    # grad_x = grad_out * 2 x / cols: linear in both. Written in plain tensor operations, so that autograd can
-    # differentiate it again, to any order.
+    # grad_x = grad_out * 2 x / cols is linear in both. Plain tensor operations let autograd differentiate it again.
     grad_out, x = ctx.saved_tensors
     grad_grad_out = (grad_grad_x * x).sum(-1) * 2 / x.shape[-1] if x.shape[-1] else torch.zeros_like(grad_out)
     return {"grad_out": grad_grad_out, "x": kernel_template_backward_plain(grad_out, grad_grad_x)}
 
 
 def kernel_template_plain(x: Tensor) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation."""
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1).to(x.dtype)
 
 

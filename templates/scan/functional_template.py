@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operators."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def kernel_template(x: Tensor, decay: float) -> Tensor:
 
 
 def _check_kernel_template(op: str, name: str, x: Tensor, decay: float) -> None:
-    """The kernel's checks, with the same sentences."""
+    """Makes the kernel's checks, with the same messages."""
     checks.check_dtype(op, name, x)
     checks.check(op, x.dim() > 0, f"expected {name} to have at least one dimension, but got shape []")
     if not 0 <= decay <= 1:
@@ -62,7 +62,7 @@ def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
 
 
 def kernel_template_plain(x: Tensor, decay: float) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation: each turn of the loop doubles the number
+    """Computes the op in plain tensor operations, for forward-mode differentiation. Each iteration doubles the number
     of steps in an element's sum."""
     y, offset = x.to(torch.promote_types(x.dtype, torch.float32), copy=True), 1
     while offset < x.shape[-1]:

@@ -5,8 +5,7 @@ from torch import Tensor
 
 
 def kernel_template(x: Tensor, decay: float) -> Tensor:
-    """The loop y_k = decay * y_(k-1) + x_k in logarithmically many turns: each turn doubles the number of steps in an
-    element's sum."""
+    """Computes the loop y_k = decay * y_(k-1) + x_k in log2(steps) iterations. Each doubles the steps in a sum."""
     y, offset = x.clone(), 1
     while offset < x.shape[-1]:
         y = y + decay**offset * torch.nn.functional.pad(y[..., :-offset], (offset, 0))

@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ import extension_cpp
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_known_values(dtype: torch.dtype, device: str) -> None:
-    """Small binary fractions are exact in every dtype: the value, the gradient, and the derivative of the gradient in
-    grad_out."""
+    """The value, the gradient, and the gradient's derivative in grad_out are exact for small binary fractions."""
     x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 4.0, -2.0]], dtype=dtype, device=device, requires_grad=True)
     grad_out = torch.ones_like(x, requires_grad=True)
     y = extension_cpp.kernel_template(x, 0.5)

@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operators."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
 
 
 def kernel_template_plain(x: Tensor, offsets: Tensor) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation."""
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return reference.kernel_template(wide, offsets).to(x.dtype)
 

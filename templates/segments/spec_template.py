@@ -9,7 +9,7 @@ def sample_inputs(make, shape):
     if len(shape) == 0:
         return
     x, rows = make(shape), shape[0]
-    # Segments of any length, some of none, and rows before and behind all of them.
+    # Segments of any length, some without rows, and rows before and after all segments.
     drawn = torch.randint(rows + 1, (rows // 3 + 2,), generator=torch.Generator().manual_seed(0))
     yield Sample((x, drawn.sort().values.to(x.device)))
     yield Sample((make(shape), torch.tensor([0, rows], device=x.device)))
@@ -28,13 +28,13 @@ def error_inputs(device):
 
 
 def bench(make, shape):
-    """Segments of four rows."""
+    """Makes segments of four rows."""
     x = make(shape)
     return Sample((x, torch.arange(0, shape[0] + 4, 4).clamp(max=shape[0]).to(x.device)))
 
 
 def terms(call):
-    """Both directions: a sum in float64, which is rounded once, or a copy."""
+    """Returns the terms. In both directions a result is a float64 sum that is rounded once, or a copy."""
     sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
     return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
 

@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import extension_cpp
 
 
 def test_known_values(device: str) -> None:
-    """Also of a segment without rows, a row outside of all, and the second derivative, which sums again."""
+    """Values and derivatives are right for a segment without rows, and for a row outside of all segments."""
     x = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]], device=device, requires_grad=True)
     grad_out = torch.tensor([[1.0], [2.0], [3.0]], device=device, requires_grad=True)
     out = extension_cpp.kernel_template(x, torch.tensor([1, 3, 3, 4], device=device))
@@ -28,7 +28,7 @@ def test_empty(shape: tuple[int, ...], offsets: list[int], device: str) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 5, 1, 1 << 62, -(1 << 63)])
 def test_offsets_that_fall_or_are_out_of_range(wrong: int, device: str) -> None:
-    """The CPU refuses them. On a GPU they read and write no other memory, and other segments are right."""
+    """The CPU refuses wrong offsets. On a GPU they access no other memory, and other segments are right."""
     x = torch.ones(4, 3, device=device)
     offsets = torch.tensor([0, 2, wrong, 4], device=device)
     backward, grad_out = torch.ops.extension_cpp.kernel_template_backward, torch.ones(3, 3, device=device)
@@ -47,7 +47,7 @@ def test_offsets_that_fall_or_are_out_of_range(wrong: int, device: str) -> None:
 
 
 def test_a_sum_of_many_rows(device: str) -> None:
-    """131072 rows of bfloat16: a sum in bfloat16 would stop growing at 256."""
+    """A sum over 131072 rows of bfloat16 is exact. A sum in bfloat16 would stop growing at 256."""
     x = torch.ones(131073, 33, device=device, dtype=torch.bfloat16)
     out = extension_cpp.kernel_template(x, torch.tensor([1, 131073], device=device))
     assert torch.equal(out, torch.full_like(out, 131072.0))
@@ -67,7 +67,7 @@ def test_backward_checks_its_own_arguments(device: str) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(device: str) -> None:
-    """The last rows of x and of the gradient, whose offsets need 64 bits."""
+    """The last rows of x and of the gradient, whose offsets need 64 bits, are right."""
     rows, cols = (1 << 31) // 1024 + 3, 1024
     x = torch.zeros(rows, cols, dtype=torch.bfloat16, device=device)
     x[-2:] = torch.tensor([[2.0], [3.0]])

@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operators."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -63,5 +63,5 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 def kernel_template_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation."""
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
     return reference.kernel_template(x, weight, bias)

@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_known_values(device: str) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 35, 36, 4099])
 @pytest.mark.parametrize("taps", [0, 1, 3, 4, 5, 33, 40])
 def test_convolution_of_pytorch(taps: int, steps: int, device: str) -> None:
-    """Of more taps than are summed at once, and of more taps than steps."""
+    """The op equals PyTorch's convolution, also for more taps than are summed at once or than there are steps."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, steps, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.randn(3, taps, dtype=torch.float64, device=device, requires_grad=True)
@@ -54,7 +54,7 @@ def test_only_what_needs_a_gradient_gets_one(device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 3, 0), (2, 0, 5)], ids=str)
 def test_empty(shape: tuple[int, ...], device: str) -> None:
-    """The sums over nothing are 0."""
+    """Results and gradients of empty tensors are 0."""
     x = torch.ones(shape, device=device, requires_grad=True)
     weight = torch.ones(shape[1], 4, device=device, requires_grad=True)
     bias = torch.ones(shape[1], device=device, requires_grad=True)
@@ -65,7 +65,7 @@ def test_empty(shape: tuple[int, ...], device: str) -> None:
 
 
 def test_bias_gradient_of_many_rows(device: str) -> None:
-    """131072 rows of bfloat16: sums in bfloat16 would stop growing at 256."""
+    """Gradients over 131072 rows of bfloat16 are exact. Sums in bfloat16 would stop growing at 256."""
     x = torch.ones(131072, 1, 1, device=device, dtype=torch.bfloat16)
     weight, bias = torch.ones(1, 2, device=device).bfloat16(), torch.zeros(1, device=device).bfloat16()
     weight.requires_grad_(), bias.requires_grad_()

@@ -24,7 +24,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[str]]:
-    """The names of the operators that a call runs, and of its kernels on the GPU without memcpy and memset."""
+    """Returns the names of the operators that a call runs, and of its GPU kernels except for memcpy and memset."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for _ in range(2):  # the first run of a profiler may miss kernels
         with profile(activities=activities) as profiler:
@@ -36,12 +36,12 @@ def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[st
 
 
 def fake_mode(spec: OpSpec) -> FakeTensorMode:
-    """A mode for tensors of known sizes, in which an op may give a result whose size depends on values."""
+    """Returns a FakeTensorMode that lets an op return a tensor whose size depends on the values of its inputs."""
     return FakeTensorMode(shape_env=ShapeEnv() if spec.unknown_sizes else None, static_shapes=True)
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
-    """The calls of operators in the forward, the backward and, if the op has one, the second-order backward."""
+    """Records the operator calls of a sample's forward, backward and, if there is one, double backward."""
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]
@@ -57,6 +57,6 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
 
 
 def with_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
-    """An operator and, if it is differentiable, its overloads without an Autograd kernel."""
+    """Returns an operator and, if it is differentiable, its overloads without an Autograd kernel."""
     name = without_suffix(op._schema.name)
     return [overload_of(name), *overloads_of(name)]

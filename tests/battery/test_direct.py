@@ -1,8 +1,7 @@
-"""Calls that apply the operator's autograd.Function without the dispatcher (registration/calls.py).
+"""Tests that direct calls and dispatcher calls give the same results, gradients and graphs.
 
-A plain call does. Whatever wants to see the operator gets the call by the dispatcher. Both ways have the same results,
-gradients and graphs.
-"""
+A direct call applies the operator's autograd.Function without the dispatcher (registration/calls.py). Plain calls are
+direct. Where a mode, a hook or a subclass has to see the operator, the call goes through the dispatcher."""
 
 import contextlib
 import threading
@@ -31,14 +30,14 @@ SHAPE = (6, 40)
 
 
 def sample_of(spec: OpSpec, device: str, dtype: torch.dtype = torch.float32) -> Sample:
-    """The sample with most tensors, the optional ones included."""
+    """Returns the sample with the largest number of tensors, so that optional tensors are included."""
     samples = spec.sample_inputs(maker(device, dtype), SHAPE)
     return max(samples, key=lambda sample: sum(isinstance(x, Tensor) for x in sample.args))
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
-    """The names of the operators that are called directly."""
+    """Yields a list to which each direct call adds the name of its operator."""
     before, seen = dict(calls.DIRECT), list[str]()
 
     def spy(name: str, function: Any) -> SimpleNamespace:
@@ -62,13 +61,13 @@ def by_the_dispatcher() -> Iterator[None]:
 
 
 def graph(y: Tensor) -> list[Any]:
-    """The name of the node that made y, and of those whose gradients it makes."""
+    """Returns the name of the autograd node that made y, followed by the names of the nodes next in the graph."""
     node = y.grad_fn
     return [] if node is None else [node.name(), *(after and after.name() for after, _ in node.next_functions)]
 
 
 def outcome(spec: OpSpec, sample: Sample) -> list[Any]:
-    """Results, graphs and gradients of one call, once differentiated and, if the op allows, twice."""
+    """Returns results, graph and gradients of a call, and its second-order gradients if the op has them."""
     outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
     different = [y for y in outputs if y.requires_grad]
     found: list[Any] = [[y.detach().clone(), y.requires_grad, graph(y)] for y in outputs]
@@ -99,7 +98,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 @every_differentiable_op
 def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
-    """With leaves and parameters, views, half types, and one input alone that requires grad."""
+    """Plain calls are direct for leaves, parameters and half types, and if only one input requires grad."""
     for dtype in (torch.float32, torch.bfloat16):
         sample = sample_of(spec, device, dtype)
         parameters = [torch.nn.Parameter(x.detach()) if x is not sample.args[0] else x for x in leaves(sample)]
@@ -117,7 +116,7 @@ def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_calls_without_gradients_run_the_no_grad_overload(spec: OpSpec, device: str) -> None:
-    """With gradients enabled, too."""
+    """A call whose inputs do not require grad runs the no-grad overload, even if gradients are enabled."""
     sample = sample_of(spec, device)
     given = [x.detach() if isinstance(x, Tensor) else x for x in sample.args]
     names, _ = profiled(lambda: spec.function(*given, **sample.kwargs), device)
@@ -188,9 +187,9 @@ def test_autocast_sees_the_operators_that_have_a_rule(spec: OpSpec, device: str)
 
 
 class Seen(Tensor):
-    """A subclass that notes what is called with it."""
+    """A tensor subclass that records the name of every function called with it."""
 
-    names: list[str] = []  # noqa: RUF012  # one list for all tensors, which __torch_function__ can reach
+    names: list[str] = []  # noqa: RUF012  # one list for all tensors, which a classmethod can reach
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -201,7 +200,7 @@ class Seen(Tensor):
 @every_differentiable_op
 @pytest.mark.parametrize("as_parameter", [False, True])
 def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bool) -> None:
-    """In each argument, the optional ones included."""
+    """A call with a tensor subclass in any argument, optional ones included, goes through the dispatcher."""
     sample = sample_of(spec, device)
     for i, x in enumerate(sample.args):
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -242,7 +241,8 @@ def test_transforms_and_graphs_see_the_operator(spec: OpSpec, device: str) -> No
 
 @every_differentiable_op
 def test_saved_tensors_hooks(spec: OpSpec, device: str) -> None:
-    """Around the forward they pack what it saves; set between forward and backward they see what that saves alone."""
+    """Hooks around the forward pack the tensors that backward saves, for direct calls and dispatcher calls alike. Hooks
+    that are set between forward and backward see only what the backward itself saves."""
     sample, packed = sample_of(spec, device), list[int]()
 
     def pack(x: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def test_saved_tensors_hooks(spec: OpSpec, device: str) -> None:
 
 
 def _in_a_thread(call: Callable[[], Any]) -> Any:
-    """The result of a call in another thread, while this one is in a dispatch mode, which is no matter of that one."""
+    """Runs a call in a second thread while the first thread is in a dispatch mode, which must not affect the second."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     with DispatchRecorder():
@@ -277,7 +277,7 @@ def _in_a_thread(call: Callable[[], Any]) -> Any:
 
 
 class Inner(torch.autograd.Function):
-    """Calls the op with gradients, in a forward that runs without."""
+    """A Function whose forward enables gradients and calls the op there. Function.apply itself disables gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], Any], x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A tensor whose storage was freed, as FSDP frees parameters, gets a sentence from every op, for each argument."""
+"""Every op refuses a tensor whose storage was freed, as FSDP frees parameters, and names the argument."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from tests.opspec import OpSpec
 
 
 def freed(like: Tensor, offset: int) -> Tensor:
-    """A tensor as `like` is, `offset` elements behind the begin of a storage that has no memory any more."""
+    """Returns a tensor with the metadata of `like`, at `offset` elements into a storage whose memory was freed."""
     reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
     x = torch.empty(offset + reach, dtype=like.dtype, device=like.device).as_strided(like.shape, like.stride(), offset)
     x.untyped_storage().resize_(0)
@@ -21,15 +21,15 @@ def freed(like: Tensor, offset: int) -> Tensor:
 
 
 def with_one_freed(args: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """The arguments, with each tensor that has elements freed in turn: as a whole, and as a part of a storage."""
+    """Yields the arguments with one tensor freed at a time, once at the start of its storage and once at an offset."""
     for i, x in enumerate(args):
         for offset in (0, 3) if isinstance(x, Tensor) and x.numel() > 0 else ():
             yield i, [*args[:i], freed(x, offset), *args[i + 1 :]]
 
 
 def check_refused(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], sentence: str) -> None:
-    """The call fails with the sentence, and no argument has changed. No assertion is here: pytest would print the
-    arguments, and to print a freed tensor ends the process."""
+    """Checks that the call raises this message and changes no argument. The assertion is in another function: pytest
+    prints the arguments of a failed one, and printing a freed tensor crashes the process."""
     alive = [x.detach() for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.untyped_storage().nbytes()]
     before, message = [x.clone() for x in alive], "no error"
     try:
@@ -52,7 +52,7 @@ def sentence_of(op: str, name: str) -> str:
 
 @every_op
 def test_freed_arguments_get_a_sentence(spec: OpSpec, device: str) -> None:
-    """Forward, backward and second-order operators and their no-grad overloads, then the function."""
+    """The message is right for forward, backward and second-order operators, no-grad overloads and the function."""
     refused = set()
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:

@@ -1,4 +1,4 @@
-"""Fakes, torch.compile, torch.export and AOTInductor."""
+"""Tests fakes, torch.compile, torch.export and AOTInductor."""
 
 import functools
 import itertools
@@ -38,8 +38,9 @@ from tests.opspec import OpSpec, Sample
 
 @every_op
 def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """The quick tier pairs each dtype with one layout, and runs AOT dispatch, the slowest test, for one sample: it
-    compares what the next test compares for all of them. The slow tier runs all tests of opcheck for every pair."""
+    """Every op passes torch.library.opcheck. The quick tier pairs each dtype with one layout. It runs AOT dispatch, the
+    slowest test, for one sample, because the next test makes the same comparison for all samples. The slow tier runs
+    all tests of opcheck for every pair."""
     cases = [(torch.float32, (5, 33)), (torch.bfloat16, (2, 3, 4, 5)), (torch.float64, (0, 3))]
     for i, (dtype, shape) in enumerate(cases):
         for j, layout in enumerate(("sliced", "transposed", "contiguous")):
@@ -51,15 +52,15 @@ def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
                 tests = [test for test in OPCHECKS if aot or test != "test_aot_dispatch_dynamic"]
                 with Calls() as calls:
                     outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
-                # opcheck compares the results, and for it NaN differs from NaN.
+                # opcheck compares results and treats NaN as different from NaN, so that samples with NaN are left out.
                 if calls.made and not any(output.isnan().any() for output in outputs):
                     torch.library.opcheck(*calls.made[0], test_utils=tests)
 
 
 @every_op
 def test_compile_fullgraph_with_dynamic_shapes(spec: OpSpec, device: str) -> None:
-    """The op compiles to one graph, is not compiled again for other sizes, and gives eager's results and gradients.
-    A second compilation raises RecompileError, which names the guard: an int in a shape is one, a SymInt is not."""
+    """The op compiles to one graph that serves all sizes and gives the results and gradients of eager mode. A second
+    compilation would raise RecompileError and name the guard. A fake that turns a SymInt into an int causes one."""
     samples = [list(spec.sample_inputs(maker(device, torch.float32), shape)) for shape in [(6, 40), (9, 64), (5, 33)]]
     for same_call in zip(*samples, strict=True):
         torch._dynamo.reset()
@@ -73,16 +74,16 @@ def test_compile_fullgraph_with_dynamic_shapes(spec: OpSpec, device: str) -> Non
                 assert a.stride() == b.stride(), f"{spec.name} {sample.args[0].shape}: {name} has other strides"
 
 
-# The strides of one third of a packed QKV (batch, rows, heads, width) after transpose(1, 2).
+# The strides of q in a packed QKV tensor of shape (batch, rows, heads, width), after transpose(1, 2).
 PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(), offset=8)
 
 
 @every_op
 @pytest.mark.slow
 def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
-    """The default backend compiles the op together with PyTorch's ops, for inputs that are permuted and have gaps. The
-    quick tier has all ops in one graph (test_compile_with_inductor), because most of the time of a graph does not
-    depend on its number of ops."""
+    """Inductor compiles each op together with PyTorch's ops, for permuted inputs with gaps. The quick tier compiles all
+    ops in one graph instead (test_compile_with_inductor): a graph's compile time hardly depends on its number of
+    ops."""
     torch._dynamo.reset()
     for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
 
@@ -98,7 +99,7 @@ def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
 
 
 class EveryOp(torch.nn.Module):
-    """Calls one sample of every op and sums its results over a dimension."""
+    """A module that calls one sample of every op and sums each result over a dimension."""
 
     def __init__(self, samples: list[tuple[OpSpec, Sample]]) -> None:
         super().__init__()
@@ -115,7 +116,7 @@ class EveryOp(torch.nn.Module):
 
 
 def test_compile_with_inductor(device: str) -> None:
-    """The default backend compiles forward and backward of every op in one graph, together with PyTorch's ops."""
+    """Inductor compiles forward and backward of all ops in one graph, together with PyTorch's ops."""
     torch._dynamo.reset()
     make = maker(device, torch.float32, layout=PERMUTED)
     samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
@@ -137,8 +138,9 @@ def test_compile_with_inductor(device: str) -> None:
 
 
 def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
-    """AOTInductor's code reads results with the strides that the fakes promise, without a check: a wrong fake gives
-    wrong values. In bfloat16, as test_compile_with_inductor has float32."""
+    """AOTInductor's code gives the values of eager mode. It reads results with the strides of the fakes and does not
+    check them, so that a wrong fake gives wrong values. The dtype is bfloat16; test_compile_with_inductor has float32.
+    """
     make = maker(device, torch.bfloat16, layout=PERMUTED)
     samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
     tensors = [[x.detach() for x in sample.args if isinstance(x, torch.Tensor)] for _, sample in samples]
@@ -150,7 +152,7 @@ def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
 
 
 def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
-    """For every operator that the sample reaches, the fake's shape, dtype and strides are those of the real result."""
+    """Checks that the fake of every operator of the sample has the shape, dtype and strides of the real result."""
     mode = fake_mode(spec)
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
@@ -174,7 +176,7 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
 
 @every_op
 def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
-    """In bfloat16, also with float32 weights and without elements. The next test has arbitrary layouts."""
+    """Fakes have the real strides in bfloat16, also with float32 weights and for empty tensors."""
     some = [((6, 33), "contiguous"), ((1, 3, 1, 5), "transposed"), ((3, 0), "transposed")]
     for shape, layout in [*some, *(((2, 3, 4, 37), layout) for layout in LAYOUTS)]:
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
@@ -184,8 +186,7 @@ def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_fakes_of_backward_with_frozen_inputs(spec: OpSpec, device: str) -> None:
-    """If one input alone needs a gradient, the fake of backward has the shapes of the real results, some without
-    elements."""
+    """The fake of backward has the shapes of the real results if only one input requires a gradient."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
         for trained in leaves(sample):
             args = [x.detach() if isinstance(x, torch.Tensor) and x is not trained else x for x in sample.args]
@@ -207,14 +208,14 @@ ANY_STRIDES = st.builds(
 def test_fake_has_the_real_strides_of_any_layout(
     spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
 ) -> None:
-    """With random orders of dimensions, gaps, offsets, expanded dimensions and dimensions of size 1."""
+    """Fakes have the real strides for random dimension orders, gaps, offsets, expanded dimensions and sizes of 1."""
     turns = itertools.cycle([maker(device, torch.float32, layout=layout) for layout in (first, second)])
     for sample in spec.sample_inputs(lambda shape: next(turns)(shape), shape):
         _check_fakes(spec, sample, second, f"{shape} {first}, others {second}")
 
 
 class OneCall(torch.nn.Module):
-    """A sample as a module: x is its input, and the other tensors are parameters and buffers."""
+    """A module around one sample: x is the input of forward, and the other tensors are parameters and buffers."""
 
     def __init__(self, spec: OpSpec, sample: Sample) -> None:
         super().__init__()
@@ -241,8 +242,8 @@ CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
 }
 
 
-# Strict export takes the longest. The quick tier has it under no_grad, where a graph might lose the gradients; Dynamo
-# sees all samples with gradients in test_compile_fullgraph_with_dynamic_shapes.
+# The quick tier runs strict export, the slowest way, only under no_grad, where a captured graph might lose gradients.
+# test_compile_fullgraph_with_dynamic_shapes runs Dynamo with gradients for all samples.
 WAYS = [
     pytest.param(
         *(capture, gradients),
@@ -259,8 +260,8 @@ WAYS = [
 def test_captured_graphs_train(
     spec: OpSpec, capture: str, gradients: bool, device: str, request: pytest.FixtureRequest
 ) -> None:
-    """A captured graph gives eager's results and every gradient, even if it was captured under no_grad. The quick tier
-    runs all samples where gradients are recorded, and one sample per op under no_grad, where the same code decides."""
+    """A captured graph gives the results and all gradients of eager mode, even if it was captured under no_grad. The
+    quick tier runs only one sample per op under no_grad, because all samples take the same path there."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     if capture == "jit.trace" and spec.lists and spec.mutates:
@@ -276,7 +277,7 @@ def test_captured_graphs_train(
             leaf = x.clone().requires_grad_(spec.differentiable)
             outputs = each(leaf)
             if not spec.differentiable:
-                results.append(tree_leaves(outputs))  # torch.fx gives a list as one result
+                results.append(tree_leaves(outputs))  # torch.fx returns a list of results as one result
                 continue
             trained = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(trained, [random_grad()(output) for output in trained])

@@ -1,4 +1,4 @@
-"""Layouts that say nothing: a dimension of size 1 may have any stride. NumPy gives 0, and views give large ones."""
+"""Tests that the stride of a dimension of size 1 has no effect. NumPy makes it 0, and views can make it large."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ SHAPES = [(1,), (5, 1), (1, 33), (1, 1), (3, 1, 33), (1, 4, 1), (2, 1, 1, 7), (1
 
 
 def with_stride(stride: int) -> Callable[[Tensor], Tensor]:
-    """A function that gives each dimension of size 1 this stride."""
+    """Returns a function that sets the stride of each dimension of size 1."""
 
     def of(x: Tensor) -> Tensor:
         strides = [stride if size == 1 else own for size, own in zip(x.shape, x.stride(), strict=True)]
@@ -31,8 +31,8 @@ def leaves_of(make: Make, change: Callable[[Tensor], Tensor]) -> Make:
 
 
 def same(x: Tensor, y: Tensor, has_products: bool) -> bool:
-    """Whether all bits are the same; any NaN is one, like the mean loss of no row. PyTorch's matrix products take other
-    paths for other strides: of sums of at most 33 products, each of which is rounded, half an eps is 16 eps."""
+    """Checks that two tensors have the same bits, where all NaN are equal. With matrix products it allows 16 eps:
+    PyTorch picks another product kernel for other strides. Sums of 33 products that round each step differ so much."""
     if x.shape != y.shape or not torch.equal(x.isnan(), y.isnan()):
         return False
     if x.numel() == 0:
@@ -42,11 +42,10 @@ def same(x: Tensor, y: Tensor, has_products: bool) -> bool:
 
 
 @every_op
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # all dtypes share what reads strides
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # all dtypes read strides the same way
 @pytest.mark.parametrize("stride", [0, 7, 1 << 40])
 def test_any_stride_of_a_dimension_of_size_1(spec: OpSpec, dtype: torch.dtype, stride: int, device: str) -> None:
-    """Inputs and grad_out have it. Results, with and without gradients, and gradients have the bits of those with the
-    usual strides."""
+    """Results and gradients have the same bits if inputs and grad_out have any stride in dimensions of size 1."""
     change = with_stride(stride)
     for shape in SHAPES:
         usual = spec.sample_inputs(maker(device, dtype), shape)

@@ -1,4 +1,4 @@
-"""Options at the limits of the dtypes: a fake takes and refuses the values that the kernel takes and refuses."""
+"""Tests numeric options at the limits of the dtypes: a fake accepts and refuses the same values as the kernel."""
 
 import math
 from typing import Any
@@ -10,14 +10,14 @@ from tests.battery import calls_of_every_order, every_dtype, every_op, fake_mode
 from tests.checks import as_tuple, maker
 from tests.opspec import DTYPES, OpSpec
 
-# The largest number and the smallest normal one of each dtype, and numbers at which one dtype differs from another: a
-# softcap of 1e5 beside float16 is a float32.
+# The largest and the smallest normal number of each dtype, and numbers that fit into one dtype but not another. For
+# example, 1e5 overflows float16, whose kernels take a softcap as float32.
 LIMITS = [limit for dtype in DTYPES for limit in (torch.finfo(dtype).max, torch.finfo(dtype).tiny)]
 VALUES = [*LIMITS, 1e5, 1e-40, 1e-310, 0.0, 1.0, -0.5, math.inf, math.nan]
 
 
 def outcome(op: Any, args: tuple[Any, ...]) -> Any:
-    """The shapes and dtypes of the results, or the message of the error."""
+    """Returns shapes, dtypes and strides of the results, or the message of the error."""
     try:
         return [(tuple(x.shape), x.dtype, x.stride()) for x in as_tuple(op(*args))]
     except RuntimeError as error:
@@ -27,8 +27,8 @@ def outcome(op: Any, args: tuple[Any, ...]) -> Any:
 @every_op
 @every_dtype
 def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Each number of each operator, backward included, in tensors of each dtype; with float16 of the no-grad
-    overloads, too, whose checks are the same."""
+    """Fakes accept the same values as kernels for each number of each operator, backward included, in each dtype. The
+    no-grad overloads, whose checks are the same, are tested with float16 alone."""
     seen: set[tuple[str, str]] = set()
     for sample in spec.sample_inputs(maker(device, dtype), (3, 5)):
         for called, given, _ in calls_of_every_order(spec, sample, "contiguous").made:
@@ -47,7 +47,7 @@ def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtyp
                         real = outcome(op, (*args[:i], value, *args[i + 1 :]))
                         with mode:
                             fake = outcome(op, (*fakes[:i], value, *fakes[i + 1 :]))
-                        if spec.unknown_sizes:  # only the values can tell the shape
+                        if spec.unknown_sizes:  # a fake cannot know a shape that depends on values
                             fake, real = (x if isinstance(x, str) else "no error" for x in (fake, real))
                         assert fake == real, f"{op} {argument.name}={value}: the fake {fake}, the kernel {real}"
     schema = getattr(torch.ops.extension_cpp, spec.name).default._schema

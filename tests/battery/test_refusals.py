@@ -1,4 +1,4 @@
-"""Bad input raises RuntimeError with a sentence, in the kernels and in the fakes."""
+"""Tests that wrong input raises RuntimeError with the same message in the kernel and in the fake."""
 
 import contextlib
 import itertools
@@ -34,7 +34,7 @@ def test_bad_input_gets_its_sentence(spec: OpSpec, device: str) -> None:
 
 
 def _on_meta(sample: ErrorSample) -> ErrorSample:
-    """The same call on meta tensors. Tensors that share memory also share it there."""
+    """Returns the same call on meta tensors. Tensors that share a storage still share one."""
     storages: dict[int, torch.Tensor] = {}
 
     def one(x: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,8 @@ def _on_meta(sample: ErrorSample) -> ErrorSample:
 @every_op
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda", "meta"])
 def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> None:
-    """The fakes raise the kernels' sentence for tensors without data. Otherwise torch.export would succeed, and the
-    program would fail at run time. FakeTensors can be on "cuda" even on a machine without a GPU."""
+    """Fakes raise the same message as kernels for tensors without data. If a fake accepted such a call, torch.export
+    would succeed, and the exported program would fail at run time. A FakeTensor can be on "cuda" without a GPU."""
     with FakeTensorMode() if fake_device != "meta" else contextlib.nullcontext():
         samples = list(spec.error_inputs("cpu" if fake_device == "meta" else fake_device))
         for sample in map(_on_meta, samples) if fake_device == "meta" else samples:
@@ -62,7 +62,7 @@ def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> Non
 
 
 def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
-    """Values of argument `name` that an operator must refuse, given its other arguments."""
+    """Yields values of argument `name` that an operator must refuse, given its other arguments."""
     if isinstance(x, list) and x and isinstance(x[0], torch.Tensor):
         yield from ([wrong, *x[1:]] for wrong in (x[0].cfloat(), x[0].int()) if x[0].is_floating_point())
     if isinstance(x, torch.Tensor):
@@ -88,8 +88,8 @@ def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
 
 @every_op
 def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
-    """One wrong argument raises a sentence that names it, the same in the kernel and in the fake. Backward operators
-    and no-grad overloads are included."""
+    """A wrong argument of any operator raises a message that names the argument, in the kernel and in the fake. This
+    includes backward operators and no-grad overloads."""
     refused = 0
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
@@ -114,7 +114,7 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_forward_mode_refuses_what_kernels_refuse(spec: OpSpec, device: str) -> None:
-    """It computes by plain tensor operations, which would take other arguments and raise other errors."""
+    """Forward mode raises the kernel's errors. Its plain tensor operations alone would accept other arguments."""
     for sample in spec.error_inputs(device):
         args = list(sample.args)
         places = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]

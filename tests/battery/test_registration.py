@@ -1,4 +1,4 @@
-"""What an operator of this package must have registered, whether a spec reaches it or not."""
+"""Tests which kernels every operator of this package registers, even operators that no spec reaches."""
 
 import ast
 from pathlib import Path
@@ -24,12 +24,13 @@ def lacking(names: list[str], key: str) -> list[str]:
 
 
 def test_every_operator_says_what_autograd_does() -> None:
-    """Else its results seem to require grad: register_autograd, register_not_differentiable or register_mutation."""
+    """Every operator has an Autograd kernel. Without one, the results of a non-differentiable operator seem to require
+    grad. register_autograd, register_not_differentiable and register_mutation each register one."""
     assert lacking(names(), "Autograd") == []
 
 
 def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> None:
-    """An op that refuses them has NONE in its entry, which a reader of the table sees."""
+    """Every public op's entry in ops.py says what the op does with nested tensors and DTensors. NONE refuses them."""
     calls = [node for node in ast.walk(ast.parse(Path(ops.__file__).read_text())) if isinstance(node, ast.Call)]
     entries = {
         call.args[0].value: {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -46,7 +47,7 @@ def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> Non
 
 
 def test_every_operator_that_writes_counts_versions() -> None:
-    """Else a backward reads what was overwritten: register_mutation."""
+    """Operators that write increase version counters. Otherwise a backward could read overwritten values unnoticed."""
     writing = [name for name in names() if "!" in str(overload_of(name)._schema)]
     assert lacking(writing, "ADInplaceOrView") == []
     assert not set(names()) - set(writing) - set(lacking(names(), "ADInplaceOrView"))
@@ -57,7 +58,7 @@ def test_every_operator_has_a_fake() -> None:
 
 
 def test_every_operator_has_a_batching_rule() -> None:
-    """Else vmap warns of a performance drop. PyTorch's vmap has none for operators that write."""
+    """Every operator that does not write has a batching rule. Without one, vmap warns of a performance drop."""
     reading = [name for name in names() if "!" not in str(overload_of(name)._schema)]
     assert lacking(reading, "FuncTorchBatched") == []
 

@@ -1,5 +1,5 @@
-"""Sums over many rows are kept in float32 or wider, also where parts of them meet: a sum that is kept in a half type
-stops growing when its terms are small beside it."""
+"""Tests that sums over many rows accumulate in float32 or wider, also where partial sums meet. A sum in a half type
+would stop growing as soon as its terms are small in comparison."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,13 @@ from tests.battery import every_dtype, every_op
 from tests.checks import convert, run
 from tests.opspec import Make, OpSpec, Sample
 
-ROWS, COLS = 20_000, 9  # 157 parts of rows (csrc/common/column_sums.h)
+ROWS, COLS = 20_000, 9  # 157 partial sums over rows (csrc/common/column_sums.h)
 
 
 def rows_of_one_sign(dtype: torch.dtype, device: str) -> Make:
-    """make(shape) whose rows differ by a positive factor alone. So a norm gives all rows the same result, and all terms
-    of a sum over rows have one sign. No column is near its row's mean, and no sum overflows in float16."""
+    """Returns a maker of tensors whose rows differ only by a positive factor. A norm then gives all rows the same
+    result, and all terms of a sum over rows have one sign. No column is near its row's mean, and float16 sums do not
+    overflow."""
 
     def make(shape: Sequence[int]) -> torch.Tensor:
         golden = (math.sqrt(5) - 1) / 2
@@ -28,8 +29,8 @@ def rows_of_one_sign(dtype: torch.dtype, device: str) -> Make:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    """A random mask would give rows different results, so these ops run without one. The reference of a recurrence is
-    a loop, so it runs along the short dimension."""
+    """Yields samples without random masks, which would give rows different results. A recurrence runs along the short
+    dimension, because its reference is a loop."""
     make = rows_of_one_sign(dtype, device)
     if spec.name == "linear_recurrence" and spec.options:
         for of_a in spec.options.values["a"]:
@@ -43,9 +44,9 @@ def samples(spec: OpSpec, dtype: torch.dtype, device: str) -> Iterator[Sample]:
 @every_op
 @every_dtype
 def test_sums_over_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Each result and gradient that is smaller than the inputs is rounded once, and has 16 roundings of float32
-    in a tree of sums. A recurrence stores the terms of the gradient of factors that broadcast: they are rounded, too.
-    In float64 the losses and the reference add the rows one by one."""
+    """Each result and gradient that is smaller than the inputs is as exact as a tree of float32 sums that is rounded
+    once. A recurrence also rounds the terms of the gradient of a broadcast factor, because it stores them. In float64
+    the losses and the reference add the rows one by one."""
     stored = 1 if spec.name == "linear_recurrence" else 0.5
     for sample in samples(spec, dtype, device):
         ours, exact = (

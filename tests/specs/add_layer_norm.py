@@ -1,4 +1,4 @@
-"""The operator, which takes the seed as an argument. tests/test_fused_norm.py tests the function that draws it."""
+"""Specifies the operator, which takes the seed. tests/test_fused_norm.py tests the function, which draws the seed."""
 
 import functools
 
@@ -20,14 +20,14 @@ def sample_inputs(make, shape):
 
 
 def kept(x, p, seed):
-    """The factors of dropout: 0 or 1 / (1 - p)."""
+    """Returns the factors of dropout: 0 or 1 / (1 - p)."""
     return extension_cpp.reference.dropout(torch.ones_like(x), p, seed=seed)
 
 
 def sum_and_norm_terms(call, normalized_shape, weight, bias, eps, p, seed, center):
-    """The terms of a norm of s = residual + dropout(x) and of s: results, and gradients in x, residual, weight, bias.
+    """Returns the terms of s = residual + dropout(x), of a norm of s, and of the gradients of all inputs.
 
-    The norm reads s after it was rounded.
+    The norm reads s after s was rounded.
     """
     x, residual, s, keep = *call.sample.args[:2], call.outputs[1], kept(call.sample.args[0], p, seed)
     size_of_sum = (x * keep).abs() + residual.abs()
@@ -45,7 +45,7 @@ def terms(call):
 
 
 def from_saved(norm):
-    """The norm of the sum that the op returned, and the gradients through it."""
+    """Returns a function that computes the norm and its gradients from the rounded sum that the op returned."""
 
     def of(call):
         x, residual, *others, p, seed = call.sample.args

@@ -28,12 +28,12 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Those of gelu at x + bias, and what the rounding of that sum changes."""
+    """Returns the terms of gelu at x + bias, and the change by rounding this sum."""
     (x, bias, *approximate), (g,) = call.sample.args, call.grads
     value, derivative, second = gelu_terms(x + bias, *approximate)
     moved = x.abs() + bias.abs()
     gradient = g.abs() * (derivative + second * moved)
-    rounded = call.least * (1 + moved * moved)  # an exponential that is 0
+    rounded = call.least * (1 + moved * moved)  # covers an exponential that becomes 0
     c = c_of_derivative(call)
     gradients = {0: Terms(gradient, c, rounded=g.abs() * rounded)}
     gradients |= {1: Terms(sum_rows(gradient), c, rounded=sum_rows(g.abs() * rounded))}

@@ -9,16 +9,16 @@ from tests.specs.softmax import product
 
 
 def targets(classes, shape, device):
-    """Random class indices, the same for every dtype."""
+    """Returns random class indices, which are the same for every dtype."""
     return torch.randint(classes, tuple(shape), generator=torch.Generator().manual_seed(7), device="cpu").to(device)
 
 
 def class_weight(make, classes):
-    """Without requires_grad: class weights have no derivative."""
+    """Returns class weights that do not require grad, because the loss has no derivative with respect to them."""
     return make((classes,)).detach().abs() + 0.5
 
 
-# Class 1 is the target of some rows. Most logits of random inputs are beyond the softcap.
+# Some rows have class 1 as their target. The softcap is so small that most random logits exceed it.
 LOSS_OPTIONS = {
     "ignore_index": (1,),
     "reduction": ("none", "sum"),
@@ -76,8 +76,7 @@ def error_inputs(device):
 
 @dataclass
 class LossTerms:
-    """Sizes of the loss and of the gradient of the logits, and by how much they change where each logit moves by
-    `moved`."""
+    """Sizes of the loss and of the logits' gradient, and their changes where each logit changes by `moved`."""
 
     loss: Tensor
     gradient: Tensor
@@ -98,10 +97,10 @@ def loss_terms(
     z_loss=0.0,
     softcap=None,
 ):
-    """The terms of each row's loss w_t ((1 - s) (lse - z_t) + z_loss lse^2) + s / n sum_c w_c (lse - z_c).
+    """Returns the terms of each row's loss w_t ((1 - s) (lse - z_t) + z_loss lse^2) + s / n sum_c w_c (lse - z_c).
 
     z is x or softcap tanh(x / softcap), whose derivative 1 - tanh^2 is a difference. p = exp(z - lse) multiplies the
-    rounding of its argument. A logit that moves by 1 or more may change p by as much as 1.
+    rounding error of z - lse. A logit that changes by 1 or more may change p by up to 1.
     """
     classes = min(1, x.dim() - 1)
 
@@ -130,7 +129,7 @@ def loss_terms(
         return rows + product(smooth, total(w * (of_z + of_lse)))
 
     pull = (1 - label_smoothing) * of_target + smooth * w.sum() + 2 * z_weight * lse.abs()
-    # In float64 the reference subtracts the rounded lse, and the op both of its parts.
+    # In float64 the reference subtracts the rounded lse, and the op subtracts the two parts of lse one by one.
     relative = 1 + (z - lse).abs() + z_rounds + average + (lse.abs() if call.dtype is torch.float64 else 0.0)
     lse_size = lse.abs() + 1 + average
     gradient = product(p, pull * relative) + product(z_weight * p, 2 * lse_size)
@@ -139,7 +138,7 @@ def loss_terms(
     together = moved + lse_moves
     moves = torch.where(together < 1, p * torch.expm1(together.clamp(max=1)), 1)
     moves = torch.where(together < torch.inf, pull * moves + 2 * z_weight * p * lse_moves, torch.inf)
-    if softcap is not None:  # the slope, at most 1, changes by at most 2 / softcap times the change of a logit
+    if softcap is not None:  # the slope is at most 1, and changes by up to 2 / softcap times the logit's change
         bend = (2 / softcap * moved).clamp(max=1)
         moves = torch.where(moves < torch.inf, moves * (1 - tanh * tanh + bend), torch.inf) + slopes * bend
 
@@ -152,7 +151,7 @@ def loss_terms(
         each.squeeze(classes) if reduction == "none" else each.sum() / divisor
         for each in (rows, loss(moved, lse_moves))
     ]
-    # Exponentials that are 0.
+    # Covers exponentials that become 0.
     zeros = call.least * (pull + 1) * grad
     return LossTerms(results[0], slopes * grad * (1 + tanh * tanh), results[1], moves * grad + zeros)
 
@@ -161,7 +160,7 @@ def terms(call):
     (x, target), options = call.sample.args[:2], call.sample.kwargs
     found = loss_terms(call, x, target, call.grads[0], torch.zeros_like(x), **options)
     c = call.c_of_exp
-    if call.dtype is torch.float64:  # the op adds rows one by one, and the reference classes
+    if call.dtype is torch.float64:  # the op adds rows one by one, and the reference adds classes one by one
         c += (target.numel() + x.numel() // max(target.numel(), 1)) / 2
     return [Terms(found.loss, c)], {0: Terms(found.gradient, c, rounded=found.gradient_moves)}
 
@@ -190,7 +189,7 @@ SPEC = OpSpec(
         operations=(4, 4),
     ),
     keeps_strides=False,
-    launches=(2, 1),  # forward: one kernel for the rows, one for the sum over them
+    launches=(2, 1),  # forward: one kernel for the rows, and one for the sum over the rows
     second_order=False,
     terms=terms,
 )

@@ -1,5 +1,4 @@
-"""The operator, which takes the seed as an argument and so is deterministic. tests/test_dropout.py tests the function
-that draws the seed."""
+"""Specifies the operator, which takes the seed. tests/test_dropout.py tests the function, which draws the seed."""
 
 import functools
 
@@ -17,8 +16,8 @@ def known_philox(seed, numel, device):
 
 
 def philox(seed, numel):
-    """Philox's bits, cached by seed and size: they take most of a reference's time, and all samples have the same seed.
-    Tensors made under a torch.func transform or a dispatch mode belong to it, so they are not cached."""
+    """Caches Philox bits by seed and size, because they take most of a reference's time and all samples share a seed.
+    Tensors made under a torch.func transform or a dispatch mode belong to it and are not cached."""
     if torch.compiler.is_compiling() or type(seed) is not torch.Tensor:
         return PHILOX(seed, numel)
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
@@ -52,7 +51,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """The scale 1 / (1 - p) and a product: two roundings."""
+    """Returns terms with two roundings: one of the scale 1 / (1 - p), and one of a product."""
     _, p, seed = call.sample.args
     gradient = extension_cpp.reference.dropout(call.grads[0], p, seed=seed)
     return [Terms(call.outputs[0].abs(), 2)], {0: Terms(gradient.abs(), 2)}

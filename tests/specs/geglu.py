@@ -25,7 +25,7 @@ def error_inputs(device):
 
 
 def halves(make, shape, *approximate):
-    """gate and up as the halves of one packed tensor, as in a model."""
+    """Makes gate and up as the halves of one packed tensor, as in a model."""
     packed = make((*shape[:-1], 2 * shape[-1])).detach()
     gate, up = (half.requires_grad_() for half in packed.chunk(2, -1))
     return Sample((gate, up, *approximate))
@@ -34,7 +34,7 @@ def halves(make, shape, *approximate):
 def terms(call):
     (gate, up, *approximate), (g,) = call.sample.args, call.grads
     value, derivative, _ = gelu_terms(gate, *approximate)
-    rounded = call.least * (1 + gate * gate)  # an exponential that is 0
+    rounded = call.least * (1 + gate * gate)  # covers an exponential that becomes 0
     gradients = {0: Terms((g * up).abs() * derivative, c_of_derivative(call), rounded=(g * up).abs() * rounded)}
     gradients |= {1: Terms(g.abs() * value, 8, rounded=g.abs() * rounded)}
     return [Terms(up.abs() * value, 8, rounded=up.abs() * rounded)], gradients

@@ -20,10 +20,10 @@ def error_inputs(device):
 
 
 def gelu_terms(x, approximate="none"):
-    """The sizes of the terms of gelu(x), its derivative and its second derivative.
+    """Returns the sizes of the terms of gelu(x), of its derivative and of its second derivative.
 
-    Each has a factor that is an exponential in its tail, of -x^2 / 2 or of the polynomial in tanh. exp multiplies the
-    rounding of that argument.
+    Each has a factor like exp(-x^2 / 2), or exp of the polynomial in tanh. exp multiplies its argument's rounding
+    error.
     """
     if approximate == "none":
         density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
@@ -40,15 +40,15 @@ def gelu_terms(x, approximate="none"):
 
 
 def c_of_derivative(call):
-    """1 - tanh^2 is a difference, of less than eps from |x| = 5 on (float64: 7): there x du/dx, up to 30 (80), counts
-    half an eps each."""
+    """Returns the roundings of the derivative, in eps. 1 - tanh^2 is a difference, which from |x| = 5 on (float64: 7)
+    is less than eps. The factor x du/dx, up to 30 (float64: 80), multiplies its error of eps / 2."""
     return 64 if call.dtype is torch.float64 else 16
 
 
 def terms(call):
     (x, *approximate), (g,) = call.sample.args, call.grads
     value, derivative, _ = gelu_terms(x, *approximate)
-    rounded = call.least * (1 + x * x)  # an exponential that is 0
+    rounded = call.least * (1 + x * x)  # covers an exponential that becomes 0
     return [Terms(value, 8, rounded=rounded)], {
         0: Terms(g.abs() * derivative, c_of_derivative(call), rounded=g.abs() * rounded)
     }

@@ -6,7 +6,7 @@ import extension_cpp
 from tests.judge import LARGE, zero_for_nan
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
-# Roundings: of the mean and the variance, each a tree over up to 2^21 columns, of the difference, of rstd, of products.
+# Roundings of the mean and the variance, each a tree of up to 2^21 columns, of the difference, of rstd and of products.
 C = 16
 
 
@@ -20,7 +20,7 @@ def sample_inputs(make, shape):
 
 
 def in_steps(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """layer_norm in elementary operations: PyTorch's own has wrong second derivatives under jvp and vmap."""
+    """Computes layer_norm in elementary operations. PyTorch's own has wrong second derivatives under jvp and vmap."""
     dims = tuple(range(-len(normalized_shape), 0))
     d = x - x.mean(dims, keepdim=True)
     y = d * (d.square().mean(dims, keepdim=True) + eps).rsqrt()
@@ -29,11 +29,11 @@ def in_steps(x, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 
 def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
-    """Sizes of the result of a norm and of its gradients in x, weight and bias, where g is the gradient of the result.
+    """Returns the sizes of a norm's result and of its gradients in x, weight and bias, where g is grad_out.
 
-    With `moved`: by how much they change where each element of x moves by that. y is the result without weight and
-    bias. Each element of x has a part in the mean and in rstd, so it moves the whole row. Where the squares of a row
-    overflow, rstd is 0, as PyTorch's.
+    With `moved`, returns their changes where each element of x changes by `moved`. y is the result without weight and
+    bias. Each element of x changes the mean and rstd, and with them the whole row. Where the squares of a row
+    overflow, rstd is 0, as in PyTorch.
     """
     w = x.new_ones(()) if weight is None else weight
 
@@ -41,7 +41,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
         return x.mean(dims, keepdim=True)
 
     def with_mean(x, sign):
-        """x, and what the subtraction of the mean adds."""
+        """Returns x, with the size of the mean that is subtracted."""
         return x + sign * average(x) if center else x
 
     d = with_mean(x, -1)
@@ -49,9 +49,9 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     y, gw = d * rstd, g * w
     plain = rstd * (with_mean(gw, -1) - y * average(gw * y))
     own = moved is None
-    # The terms of d round, those of denormal numbers as if they were the smallest normal number.
+    # The terms of d are rounded. A denormal number is rounded as much as the smallest normal number.
     m = x.abs() + call.least if own else moved.clamp(max=LARGE)
-    relative = own + zero_for_nan(rstd * average(y.abs() * m))  # by which part rstd moves
+    relative = own + zero_for_nan(rstd * average(y.abs() * m))  # the relative change of rstd
     y_moves = rstd * with_mean(m, 1) + y.abs() * relative
     result = (w * y_moves).abs()
     gx = rstd * (y_moves * average(gw * y).abs() + y.abs() * average(gw.abs() * y_moves)) + relative * plain.abs()
@@ -63,7 +63,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     if own:
         result = result if bias is None else result + bias.abs()
         gx = gx + rstd * (with_mean(gw.abs(), 1) + y.abs() * average((gw * y).abs()))
-        # In a row of one value y is 0, but for the rounding of the mean, whose square matters there.
+        # In a row of equal values, y is only the rounding error of the mean, whose square matters here.
         gx = gx + call.eps * rstd * y_moves * average(gw.abs() * y_moves)
         gweight = gweight + zero_for_nan((g * y).abs())
     sums = (each.sum_to_size(w.shape) for each in (gweight + lost, g.abs() if own else torch.zeros_like(g)))

@@ -1,4 +1,4 @@
-"""The operator, which takes the seed as an argument. tests/test_fused_norm.py tests the function that draws it."""
+"""Specifies the operator, which takes the seed. tests/test_fused_norm.py tests the function, which draws the seed."""
 
 import torch
 

@@ -52,8 +52,8 @@ def error_inputs(device):
 
 
 def terms(call):
-    """The matrix products round the logits and their gradients to the dtype of the call, on a GPU also parts of their
-    sums, and denormal numbers of half types to 0."""
+    """Returns the terms. PyTorch's matrix products round the logits and their gradients to the dtype of the call. On a
+    GPU they also round parts of their sums, and flush denormal numbers of half types to 0."""
     (x, weight, target, bias), options = (*call.sample.args, None)[:4], call.sample.kwargs
     rows, c = x.reshape(target.numel(), x.shape[-1]), call.c_of_exp
     logits = torch.nn.functional.linear(rows, weight, bias)
@@ -65,13 +65,13 @@ def terms(call):
     shape = call.outputs[0].shape
 
     def through(matrix):
-        """The gradients of x and linear_weight through products with these gradients of the logits."""
+        """Returns the gradients of x and linear_weight for these gradients of the logits."""
         return (matrix @ weight.abs()).view(x.shape), matrix.t() @ rows.abs()
 
     sizes = *through(of_logits), of_logits.sum(0)
     most = of_logits.nan_to_num(0.0).amax() if moves.numel() else 0.0
     zeros = call.least * (weight.shape[0] + rows.shape[0]) * (1 + most)
-    lost = torch.where(moves.amax(1) < torch.inf, 0, torch.inf)  # of rows with a logit that overflows
+    lost = torch.where(moves.amax(1) < torch.inf, 0, torch.inf)  # rows with a logit that overflows
     gx, gweight = through(moves.clamp(max=LARGE))
     rounds = gx + lost.view(*x.shape[:-1], 1) + zeros, gweight + lost.sum() + zeros, moves.sum(0) + zeros
     gradients = {i: Terms(a, c, rounded=b) for i, a, b in zip((0, 1, 3), sizes, rounds, strict=True)}
@@ -104,6 +104,6 @@ SPEC = OpSpec(
     launches=(0, 0),
     second_order=False,
     terms=terms,
-    unseen=10,  # with a softcap: logits and their gradients are rounded to a half type, and a gradient sums 11 classes
+    unseen=10,  # with a softcap, logits and their gradients are rounded to a half type, and a gradient sums 11 classes
     has_products=True,
 )

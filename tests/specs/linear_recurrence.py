@@ -5,12 +5,11 @@ from tests import loops
 from tests.judge import of_absolute_values, run_with
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
-LONGEST = 1100  # the reference is a slow loop; tests/test_scan.py has longer lines
+LONGEST = 1100  # elements per line: the reference is a slow loop; tests/test_scan.py has longer lines
 
 
 def factors(make, shape):
-    """A tensor of make with values between 0 and 1. The sigmoid is applied to its whole memory, so that any layout
-    works."""
+    """Returns a tensor of factors between 0 and 1. The sigmoid covers the whole storage, so that any layout works."""
     a = make(shape)
     memory = torch.empty(0, dtype=a.dtype, device=a.device).set_(a.untyped_storage())
     memory.sigmoid_()
@@ -58,7 +57,7 @@ C = 16
 
 
 def before(h, call, h0):
-    """The states, each one step later, with h0 first: what a factor was multiplied with."""
+    """Returns the states shifted by one step, with h0 first: the state that each factor multiplies."""
     b, options = call.sample.args[1], call.sample.kwargs
     if b.dim() == 0:
         return torch.zeros_like(b) if h0 is None else h0
@@ -71,8 +70,8 @@ def before(h, call, h0):
 
 
 def terms(call):
-    """Each step rounds a product and a sum, and a tree rounds partial results. The gradient of a factor reads h, and
-    where the factor broadcasts, the products are rounded before they are summed."""
+    """Returns the terms. Each step rounds a product and a sum, and a tree rounds partial results. The gradient of a
+    factor reads h. Where the factor broadcasts, products are rounded before they are summed."""
     (a, _, h0), size = (*call.sample.args, None)[:3], of_absolute_values(loops.linear_recurrence, call)
     (h,), (of_a, of_b, *of_h0) = size.outputs, size.gradients
     h_moves = call.rounding(call.outputs[0]) + C * call.eps * h
@@ -85,7 +84,7 @@ def terms(call):
 
 
 def from_saved(call):
-    """The gradients that read the states as the op returned them."""
+    """Computes the gradients from the rounded states that the op returned."""
     tensors = [x.detach().requires_grad_() for x in call.sample.args if x is not None]
     exact = run_with(loops.linear_recurrence, Sample(tuple(tensors), call.sample.kwargs), call.grads)
     h_before = before(call.outputs[0], call, tensors[2] if len(tensors) > 2 else None)
@@ -125,11 +124,11 @@ SPEC = OpSpec(
         backward=5,
         operations=(2, 3),
     ),
-    keeps_strides=False,  # the result has the strides of b, the second input
+    keeps_strides=False,  # the result has the strides of b, which is the second input
     launches=(1, 1),
     terms=terms,
     from_saved=from_saved,
-    unseen=12,  # in the gradient of a factor that broadcasts: a sum of products that were rounded to a half type
+    unseen=12,  # the gradient of a broadcast factor sums products that were rounded to a half type
     infinities_may_be_nan=True,
     variants={
         "columns": Bench(

@@ -5,11 +5,11 @@ from tests import loops
 from tests.judge import LARGE
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
-LONGEST = 1100  # the reference is a slow loop
+LONGEST = 1100  # elements per line, because the reference is a slow loop
 
 
 def step_by_step(x, dim):
-    """torch.logcumsumexp as a loop. torch's own gradient takes logarithms of gradients and loses their digits."""
+    """Computes torch.logcumsumexp in a loop. torch's own gradient takes logarithms of gradients and loses digits."""
     if x.dim() == 0:
         return x * 1
     results = []
@@ -37,7 +37,7 @@ def error_inputs(device):
 
 
 def weighted(x, y, g, dim):
-    """sum_{j >= k} g_j exp(x_k - y_j): the gradient, computed from this y."""
+    """Returns the gradient sum_{j >= k} g_j exp(x_k - y_j), computed from the given y."""
     x, y, totals = (each.movedim(dim, 0).detach().contiguous() for each in (x, y, g.clone()))
     decays = torch.exp(y[:-1] - y[1:]).unbind()
     later, *earlier = totals.unbind()[::-1]
@@ -47,8 +47,8 @@ def weighted(x, y, g, dim):
 
 
 def terms(call):
-    """A result is the largest element so far plus the logarithm of a sum. exp multiplies the rounding of its argument,
-    and a weight in the gradient is a product of exponentials."""
+    """Returns the terms. A result is the largest element so far plus the logarithm of a sum. exp multiplies the
+    rounding error of its argument, and a weight in the gradient is a product of exponentials."""
     (x, dim), (y,), (g,) = call.sample.args, call.outputs, call.grads
     c = call.c_of_exp
     if x.numel() == 0 or x.dim() == 0:
@@ -60,7 +60,7 @@ def terms(call):
     gradient = weighted(x, y, g.abs() * (1 + y.abs()), dim) + x.abs() * weighted(x, y, g.abs(), dim)
     moves = weighted(x, y, g.abs() * torch.expm1(y_moves.clamp(max=300)), dim)
     later = (g.abs().movedim(dim, 0).flip(0).cumsum(0)).flip(0).movedim(0, dim)
-    return [Terms(size, c)], {0: Terms(gradient, c, moves, rounded=call.least * later)}  # exponentials that are 0
+    return [Terms(size, c)], {0: Terms(gradient, c, moves, rounded=call.least * later)}  # if exponentials are 0
 
 
 def from_saved(call):

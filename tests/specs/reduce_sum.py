@@ -35,7 +35,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Lanes and a tree over them; the gradient is a copy of grad_out."""
+    """Returns the terms. A sum is rounded in lanes and in a tree over the lanes. The gradient is a copy of grad_out."""
     (x, *_), (g,) = call.sample.args, call.grads
     size = extension_cpp.reference.reduce_sum(x.abs(), *call.sample.args[1:], **call.sample.kwargs)
     return [Terms(size, 8)], {0: Terms(g.abs().sum() * 0, 0)}
@@ -57,6 +57,6 @@ SPEC = OpSpec(
     bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=1, backward=0, operations=(1, 0)),
     keeps_strides=False,
     terms=terms,
-    # One for a sum over the last dimension; two if the sums are too few to fill the GPU (reduce_sum.cpp).
+    # One kernel for a sum over the last dimension, and two if there are too few sums to fill the GPU (reduce_sum.cpp).
     launches=(1, 0),
 )

@@ -6,7 +6,7 @@ import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs.layer_norm import C, dims_of, norm_terms
 
-EPS = 1e-6  # explicit: the default depends on the dtype, and the reference runs in float64
+EPS = 1e-6  # explicit, because the default depends on the dtype, and the reference runs in float64
 
 
 def sample_inputs(make, shape):

@@ -6,10 +6,10 @@ from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 
 def factors(make, shape):
-    """cos and sin: independent numbers from -1 to 1 in make's layout, without requires_grad."""
+    """Makes cos and sin as independent numbers from -1 to 1, in make's layout and without requires_grad."""
     made = [make(shape).detach() for _ in range(2)]
     for x in made:
-        x.new_empty(0).set_(x.untyped_storage()).cos_()  # on the whole memory, because x may be expanded
+        x.new_empty(0).set_(x.untyped_storage()).cos_()  # writes the whole storage, because x may be expanded
     return made
 
 
@@ -19,12 +19,12 @@ def sample_inputs(make, shape):
     *outer, tokens, width = shape
     of_k = (*outer[:-1], min(outer[-1], 2), tokens, width) if outer else shape
     q, k = make(shape), make(of_k)
-    # With heads, the whole row is rotated. Else narrow rows are rotated as a whole, and wide ones in part, because
-    # torch.compile makes another graph when two sizes stop being equal. A part is a multiple of 16 columns: the GPU
-    # then uses its widest vectors.
+    # Tensors with heads and narrow rows are rotated whole. Wide rows without heads are rotated in part, because
+    # torch.compile makes another graph when two sizes stop being equal. A part is a multiple of 16 columns, for which
+    # the GPU uses its widest vectors.
     rotated = width // 2 * 2 if outer or width < 22 else width * 3 // 4 // 16 * 16
     yield Sample((q, k, *factors(make, (tokens, rotated))))
-    # A part of each row is rotated. Half types have float32 factors, and each sequence has its own.
+    # Here a part of each row is rotated. Half types have float32 factors, and each sequence has its own factors.
     batch = shape[:1] if len(shape) == 4 else ()
     q, k = make(shape), make(of_k)
     cos, sin = factors(make, (*batch, tokens, width // 4 * 2))
@@ -78,7 +78,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Two products and a sum: those with cos alone, and those with sin alone."""
+    """Returns the terms: two products, one with cos and one with sin, and their sum."""
     q, k, cos, sin = call.sample.args
     zero = torch.zeros_like(cos)
     parts = [
@@ -91,8 +91,7 @@ def terms(call):
 
 
 def bench_sample(make, shape):
-    """A batch of 4 with heads of width 64. A fifth of the heads are keys. The heads of a token are neighbours in
-    memory."""
+    """Makes a batch of 4 with heads of width 64, a fifth of them keys. The heads of a token are adjacent in memory."""
     rows, cols = shape
     heads = max(cols // 64, 2)
     batch, width = 4 if rows % 4 == 0 else 1, cols // heads // 2 * 2
@@ -106,7 +105,8 @@ def bench_sample(make, shape):
 
 
 def with_options(make, shape, chosen):
-    """rotated, batch, float32: factors of half of the columns, for each sequence, in float32 beside half types."""
+    """Makes a sample with the chosen options. "rotated": half of the columns are rotated. "batch": each sequence has
+    its own factors. "float32": the factors are float32 beside half types."""
     *outer, tokens, width = shape
     of_k = (*outer[:-1], min(outer[-1], 2), tokens, width) if outer else shape
     q, k = make(shape), make(of_k)

@@ -3,7 +3,7 @@ import torch
 import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
-# Exact in every dtype. The mask changes where x * scale + bias changes sign, and a rounded scale would move that point.
+# This scale is exact in every dtype. A rounded scale would move the point where x * scale + bias changes sign.
 SCALE = 0.75
 
 
@@ -28,7 +28,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """A product and a sum. Where they cancel to less than their roundings, the mask of the gradient may be either."""
+    """Returns the terms of a product and a sum. Where they cancel up to rounding, the mask may be 0 or 1."""
     x, bias, scale = (*call.sample.args, 1.0)[:3]
     (g,) = call.grads
     size = (x * scale).abs() + bias.abs()
@@ -41,7 +41,7 @@ def terms(call):
 
 
 def sum_rows(x):
-    """The sum over all dimensions but the last."""
+    """Sums x over all dimensions but the last."""
     return x.reshape(-1, x.shape[-1]).sum(0) if x.numel() else x.new_zeros(x.shape[-1:])
 
 

@@ -16,12 +16,12 @@ def error_inputs(device):
 
 
 def steepness(x):
-    """How much the sigmoid multiplies the rounding of exp's argument, x, beside its own."""
+    """Returns how much the rounding errors of the sigmoid grow because exp multiplies that of its argument x."""
     return 1 + x.abs() * torch.sigmoid(-x)
 
 
 def silu_terms(x):
-    """The sizes of the terms of silu(x) and of its derivative, s(x) + x s(x) s(-x)."""
+    """Returns the sizes of the terms of silu(x) and of its derivative s(x) + x s(x) s(-x)."""
     s = torch.sigmoid(x)
     return (x * s).abs() * steepness(x), (s + (x * s).abs() * torch.sigmoid(-x)) * steepness(x)
 
@@ -29,7 +29,7 @@ def silu_terms(x):
 def terms(call):
     (x,), (g,) = call.sample.args, call.grads
     value, derivative = silu_terms(x)
-    rounded = call.least * (x.abs() + 1)  # an exponential that is 0
+    rounded = call.least * (x.abs() + 1)  # covers an exponential that becomes 0
     return [Terms(value, 8, rounded=rounded)], {0: Terms(g.abs() * derivative, 8, rounded=g.abs() * rounded)}
 
 

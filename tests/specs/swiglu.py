@@ -23,7 +23,7 @@ def error_inputs(device):
 
 
 def halves(make, shape):
-    """gate and up as the halves of one packed tensor, as in a model."""
+    """Makes gate and up as the halves of one packed tensor, as in a model."""
     packed = make((*shape[:-1], 2 * shape[-1])).detach()
     gate, up = (half.requires_grad_() for half in packed.chunk(2, -1))
     return Sample((gate, up))
@@ -32,7 +32,7 @@ def halves(make, shape):
 def terms(call):
     (gate, up), (g,) = call.sample.args, call.grads
     value, derivative = silu_terms(gate)
-    rounded = call.least * (gate.abs() + 1)  # an exponential that is 0
+    rounded = call.least * (gate.abs() + 1)  # covers an exponential that becomes 0
     gradients = {0: Terms((g * up).abs() * derivative, 8, rounded=(g * up).abs() * rounded)}
     gradients |= {1: Terms(g.abs() * value, 8, rounded=g.abs() * rounded)}
     return [Terms(up.abs() * value, 8, rounded=up.abs() * rounded)], gradients

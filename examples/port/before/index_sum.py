@@ -1,4 +1,4 @@
-"""index_sum before its port: autograd.Function over a pybind11 module. docs/port.md ports it."""
+"""index_sum before the port of docs/port.md: an autograd.Function that calls a pybind11 module."""
 
 from typing import Any
 
@@ -21,5 +21,5 @@ class IndexSum(torch.autograd.Function):
 
 
 def index_sum(x: Tensor, index: Tensor, n: int, scale: float = 1.0) -> Tensor:
-    """out[index[r]] += scale * x[r], with n rows."""
+    """Computes out[index[r]] += scale * x[r], where out has n rows."""
     return IndexSum.apply(x, index, n, scale)

@@ -8,7 +8,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-__version__ = "0.1.0"  # and what the library was built for, as in a wheel's name: 0.1.0+cpu, 0.1.0+cu130
+__version__ = "0.1.0"  # _load adds what the library was built for, as in a wheel's name: 0.1.0+cpu, 0.1.0+cu130
 
 LIBRARY = Path(__file__).with_name("libextension_cpp.so")
 
@@ -27,8 +27,8 @@ def _load() -> str:
     return "+cpu" if cuda == "none" else f"+cu{cuda.replace('.', '')}"
 
 
-# `python -m extension_cpp` writes source files, and needs no library.
-# While Python looks for the module that -m names, sys.argv[0] is "-m".
+# `python -m extension_cpp` writes source files, and needs no library. While Python looks for the module
+# that -m names, sys.argv[0] is "-m".
 if sys.argv[:1] != ["-m"] or sys.orig_argv[-len(sys.argv)].removeprefix("-m") != "extension_cpp":
     try:
         __version__ += _load()
@@ -37,7 +37,7 @@ if sys.argv[:1] != ["-m"] or sys.orig_argv[-len(sys.argv)].removeprefix("-m") !=
         from .ops import *  # noqa: F403  # ops.__all__ lists the names
         from .registration import nested as nested
     except (OSError, AttributeError, RuntimeError) as error:
-        # torch wraps the linker's words; the last two are what it says of an operator that is not in the library.
+        # torch wraps the linker's words, and raises the last two for an operator that is not in the library.
         raise ImportError(
             "extension_cpp's library is not built, does not fit this machine or is older than "
             f"its sources: {error.__cause__ or error}. In a checkout run: make build."

@@ -290,8 +290,8 @@ void def(StableLibrary &m, const std::string &schema, const Function &function);
 void def_with_no_grad(StableLibrary &m, const char *schema, const Function &function);
 void def_with_fewer_results(StableLibrary &m, const char *schema, const Function &function,
                             const char *no_grad_results, const Function &no_grad_function);
-// Defines an operator that Python implements, and its overloads. `no_grad_results` is nullptr if the
-// no-grad overload returns all results.
+// Defines an operator that Python implements, and its overloads. `no_grad_results` is nullptr if
+// the no-grad overload returns all results.
 void def_in_python(StableLibrary &m, const char *schema, const char *no_grad_results = nullptr);
 
 // Register `kernel` for the operator `name`. It must belong to the function that DEF was given.
