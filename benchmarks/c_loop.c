@@ -1,5 +1,5 @@
-// h[k] = a[k] * h[k - 1] + b[k] as one writes it first, with the lines shared among OpenMP's
-// threads. The state is a float.
+// h[k] = a[k] * h[k - 1] + b[k] in simple C, as one writes it first. The lines are shared among
+// OpenMP's threads. The state is a float.
 #include <stdint.h>
 #include <string.h>
 
@@ -21,7 +21,8 @@ static inline bfloat16 to_bfloat16(float x) {  // to nearest even; the data have
   return (bfloat16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Rows: the steps are neighbours. Columns: the lines are, and the loop over lines is the inner one.
+// In rows_T the steps of a line are neighbours. In columns_T the lines are neighbours, and the
+// inner loop is over lines.
 #define LOOPS(T)                                                                      \
   void rows_##T(const T *a, const T *b, T *h, int64_t lines, int64_t steps) {         \
     _Pragma("omp parallel for") for (int64_t l = 0; l < lines; ++l) {                 \

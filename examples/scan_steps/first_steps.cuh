@@ -1,5 +1,5 @@
-// The first steps of scan_steps.cu: rows that one thread, one CTA or one warp scans, a few elements
-// at a time.
+// The first steps of scan_steps.cu: rows that one thread, CTA or warp scans, a few elements at a
+// time.
 #ifndef SCAN_STEPS_FIRST_STEPS_CUH
 #define SCAN_STEPS_FIRST_STEPS_CUH
 
@@ -7,10 +7,10 @@
 
 #include <cstdint>
 
-constexpr int THREADS = 256, WARPS = THREADS / 32;  // of a CTA
-constexpr unsigned ALL = 0xffffffffu;               // lanes
+constexpr int THREADS = 256, WARPS = THREADS / 32;  // threads per CTA
+constexpr unsigned ALL = 0xffffffffu;               // mask of all lanes
 
-// ---- 0: a thread walks a row ----
+// ---- 0: one thread scans a row ----
 
 __global__ void __launch_bounds__(THREADS)
     walk_kernel(const float *x, float *y, int64_t rows, int64_t n) {
@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(THREADS)
 
 // ---- 1: Hillis and Steele, in shared memory ----
 
-// A CTA takes THREADS elements of its row at a time. After the pass with offset d an element holds
-// the sum of the 2 d elements that end with it. Two buffers: a pass reads one and writes the other.
+// A CTA scans THREADS elements of its row at a time. After the pass with offset d, an element holds
+// the sum of the 2 d elements that end with it. A pass reads one buffer and writes the other.
 __global__ void __launch_bounds__(THREADS)
     hillis_steele_kernel(const float *x, float *y, int64_t rows, int64_t n) {
   __shared__ float sums[2][THREADS];
@@ -48,16 +48,16 @@ __global__ void __launch_bounds__(THREADS)
       }
       if (k < n) y[row * n + k] = carry + sums[from][t];
       carry += sums[from][THREADS - 1];
-      __syncthreads();  // the next elements go where this sum was read
+      __syncthreads();  // the next elements overwrite the sums that are read here
     }
   }
 }
 
 // ---- 2: Blelloch, up and down a tree in shared memory ----
 
-// A CTA takes 2 * THREADS elements at a time: the leaves of a tree whose nodes lie at their last
-// leaf. Up: a node becomes the sum of its leaves. Down: a node becomes the sum of all leaves before
-// its first one.
+// A CTA scans 2 * THREADS elements at a time. They are the leaves of a tree, and a node is stored
+// at the position of its last leaf. On the way up, a node becomes the sum of its leaves. On the way
+// down, it becomes the sum of all leaves before its first leaf.
 __global__ void __launch_bounds__(THREADS)
     blelloch_kernel(const float *x, float *y, int64_t rows, int64_t n) {
   constexpr int LEAVES = 2 * THREADS;
@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t k = start + i * THREADS + t;
         if (k < n) y[row * n + k] = carry + (tree[i * THREADS + t] + own[i]);
       }
-      carry += total;  // no barrier: a thread reads and writes only its own leaves until the next
+      carry += total;  // no barrier: a thread accesses only its own leaves until the next one
     }
   }
 }
 
-// ---- 3: a warp takes a row, with shuffles ----
+// ---- 3: one warp scans a row, with shuffles ----
 
-// The pass of Hillis and Steele over the registers of a warp, without memory and barriers.
+// The pass of Hillis and Steele over the registers of a warp, without shared memory and barriers.
 __device__ inline float warp_scan(float sum) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll

@@ -1,10 +1,11 @@
-// Running sums of the rows of a (rows, n) float32 tensor, seven times: from one thread a row to
-// tiles of one long row that work side by side. docs/scan.md explains each step. Every step is
-// complete: any number of rows of any length, and the same bits in every run, but for look_back.
+// Running sums of the rows of a (rows, n) float32 tensor, in seven ways. They lead from one thread
+// per row to tiles of one long row that are scanned in parallel. docs/scan.md explains each step.
+// Every step is complete: it takes any number of rows of any length. All steps but look_back give
+// the same bits in every run.
 //
 // The exported functions at the end take pointers on the current device, `state` of
-// scan_state_bytes(rows, n) bytes and a cudaStream_t, and return a cudaError_t. tests/c/cuda_on_cpu
-// compiles this file for the CPU.
+// scan_state_bytes(rows, n) bytes, and a cudaStream_t. They return a cudaError_t.
+// tests/c/cuda_on_cpu compiles this file for the CPU.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -14,14 +15,14 @@
 
 namespace scan_steps {
 
-constexpr int VECTORS = 4;                         // of 16 bytes, for each thread
+constexpr int VECTORS = 4;                         // 16-byte vectors per thread
 constexpr int TILE = THREADS * 4 * VECTORS;        // elements that a CTA scans at once
-constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x ends at 2^31 - 1
+constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 
-// ---- 4: a CTA takes a row, tile by tile, with a running carry and vectors ----
+// ---- 4: a CTA scans a row, tile by tile, with a running carry and vectors ----
 
-// A thread's part of a tile. A warp has 128 * VECTORS elements in a row, and vector j of its lanes
-// lies in one piece, so that loads and stores are coalesced.
+// The elements of a tile that one thread holds. A warp has 128 * VECTORS neighbouring elements.
+// Vectors j of its lanes are neighbours, so that loads and stores are coalesced.
 using Part = float[VECTORS][4];
 
 __device__ int64_t place(int64_t start, int j) {
@@ -29,7 +30,8 @@ __device__ int64_t place(int64_t start, int j) {
   return start + ((warp * VECTORS + j) * 32 + lane) * 4;
 }
 
-// `aligned`: rows begin at a multiple of 16 bytes and end at one. Zeros past the end of the row.
+// Loads a thread's part of a tile, with zeros past the end of the row. `aligned` says that rows
+// begin and end at multiples of 16 bytes.
 template <bool aligned>
 __device__ void load_tile(Part &v, const float *row, int64_t start, int64_t n) {
 #pragma unroll
@@ -45,7 +47,8 @@ __device__ void load_tile(Part &v, const float *row, int64_t start, int64_t n) {
   }
 }
 
-// With __stwb, because nvcc splits some plain stores of a vector into four.
+// Stores a thread's part of a tile. nvcc splits some plain stores of a vector into four, not
+// __stwb.
 template <bool aligned>
 __device__ void store_tile(float *row, const Part &v, float before, int64_t start, int64_t n) {
 #pragma unroll
@@ -63,8 +66,8 @@ __device__ void store_tile(float *row, const Part &v, float before, int64_t star
   }
 }
 
-// Scans each warp's part of the tile. Returns the sum of the tile; `before` becomes the sum of the
-// warps before this one. All threads of the CTA call it.
+// Scans each warp's part of the tile. Returns the sum of the tile, and sets *before to the sum of
+// the warps before this one. All threads of the CTA call it.
 __device__ float scan_tile(Part &v, float *before) {
   __shared__ float warp_sums[WARPS];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -88,7 +91,7 @@ __device__ float scan_tile(Part &v, float *before) {
     if (w == warp) *before = sum;
     sum += warp_sums[w];
   }
-  __syncthreads();  // the next tile's sums go where these were read
+  __syncthreads();  // the next tile overwrites warp_sums
   return sum;
 }
 
@@ -108,13 +111,13 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// ---- 5 and 6: a CTA takes a tile, whose predecessors others have ----
+// ---- 5 and 6: a CTA scans one tile, and other CTAs scan the tiles before it ----
 
 int64_t tiles_of(int64_t n) { return (n + TILE - 1) / TILE; }
 
-// CTAs take tiles in the order in which they begin, so that the CTAs of all earlier tiles run or
-// have ended. With blockIdx.x in place of a ticket, CTAs that wait could fill the GPU, and the one
-// that they wait for would never begin.
+// CTAs take tiles in the order in which they begin, so the CTAs of all earlier tiles have begun,
+// too. With blockIdx.x in place of a ticket, waiting CTAs could fill the GPU, and the CTA that they
+// wait for would never begin.
 __device__ void take_ticket(unsigned long long *tickets, int64_t tiles, int64_t *row,
                             int64_t *tile) {
   __shared__ int64_t taken[2];
@@ -128,7 +131,7 @@ __device__ void take_ticket(unsigned long long *tickets, int64_t tiles, int64_t 
   *tile = taken[1];
 }
 
-// To all threads of the CTA, from the first.
+// Returns the first thread's value to all threads of the CTA.
 __device__ float from_first(float value) {
   __shared__ float shared;
   if (threadIdx.x == 0) shared = value;
@@ -144,8 +147,9 @@ __device__ float warp_sum(float value) {
 
 // ---- 5: decoupled look-back ----
 
-// What a tile says, in one word that is stored at once: how much it knows, and a sum.
-enum Known : unsigned { NOTHING, OWN, THROUGH };  // the tile's own sum; the row's, through the tile
+// What a tile has published: nothing, its own sum (OWN), or the sum of the row through this tile
+// (THROUGH). Kind and sum are one word, which is stored at once.
+enum Known : unsigned { NOTHING, OWN, THROUGH };
 
 __device__ void say(uint64_t *word, Known known, float sum) {
   cuda::atomic_ref<uint64_t, cuda::thread_scope_device> place(*word);
@@ -153,14 +157,14 @@ __device__ void say(uint64_t *word, Known known, float sum) {
   place.store(static_cast<uint64_t>(known) << 32 | bits, cuda::memory_order_relaxed);
 }
 
-// The sum of all tiles before `tile`. One warp looks at 32 tiles at a time, the nearest first, and
-// stops at the first that knows the sum through itself. Which one that is depends on the timing,
+// Returns the sum of all tiles before `tile`. One warp looks at 32 tiles at a time, the nearest
+// first, and stops at the first that has published THROUGH. The timing decides which tile that is,
 // and with it the order of the additions.
 __device__ float look_back(uint64_t *words, int64_t tile) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float sum = 0;
   for (int64_t nearest = tile - 1;; nearest -= 32) {
-    uint64_t word = static_cast<uint64_t>(THROUGH) << 32;  // before the first tile: a sum of 0
+    uint64_t word = static_cast<uint64_t>(THROUGH) << 32;  // before the first tile the sum is 0
     if (nearest - lane >= 0) {
       cuda::atomic_ref<uint64_t, cuda::thread_scope_device> place(words[nearest - lane]);
       do word = place.load(cuda::memory_order_relaxed);
@@ -198,7 +202,8 @@ __global__ void __launch_bounds__(THREADS)
 // ---- 6: look-back along a fixed tree ----
 
 // A sum that other CTAs wait for. `there` is stored with release after the sum, and loaded with
-// acquire before it: a thread that sees the 1 sees the sum. This works for sums of any size.
+// acquire before it. A thread that sees `there` = 1 therefore sees the sum, too. This works for
+// sums of any size.
 struct Published {
   float sum;
   unsigned there;
@@ -216,8 +221,8 @@ __device__ float wait_for(Published *from) {
   return from->sum;
 }
 
-// Of one row: the sum of each tile, of each whole group of 32 tiles, and of the row through each
-// whole block of 32 groups.
+// The published sums of one row: of each tile, of each whole group of 32 tiles, and of the row
+// through each whole block of 32 groups.
 struct Levels {
   Published *tiles, *groups, *blocks;
 };
@@ -226,8 +231,8 @@ __host__ __device__ int64_t published_of_row(int64_t tiles) {
   return tiles + tiles / 32 + tiles / 1024;
 }
 
-// Publishes the sum of `tile` and returns the sum of all tiles before it. One warp calls it. The
-// order of the additions depends on `tile` alone. A sum is published before the next wait.
+// Publishes the sum of `tile`, and returns the sum of all tiles before it. One warp calls it. The
+// order of the additions depends only on `tile`. A sum is published before the next wait.
 __device__ float sum_before(const Levels &row, int64_t tile, float own) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int in_group = static_cast<int>(tile % 32), in_block = static_cast<int>(tile / 32 % 32);
@@ -280,7 +285,7 @@ bool is_aligned(const float *x, const float *y, int64_t n) {
   return (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0 && n % 4 == 0;
 }
 
-// The tickets, then a Published or a word for each sum of every row.
+// The state consists of the tickets, and of a Published or a word for each sum of every row.
 static_assert(sizeof(Published) == sizeof(uint64_t), "one size of state for both steps");
 
 int64_t state_bytes(int64_t rows, int64_t n) {

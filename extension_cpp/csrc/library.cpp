@@ -1,5 +1,5 @@
-// Owns the namespace, which the build names. Every op adds its own fragment; this file is not
-// edited for an op.
+// Owns the operators' namespace, whose name the build defines. Every op adds its own fragment, so
+// this file is not edited for an op.
 #include <torch/csrc/stable/library.h>
 
 #include "common/cpu/level.h"
@@ -8,7 +8,7 @@
 #define OWN(name, m) STABLE_TORCH_LIBRARY(name, m)
 OWN(TORCH_EXTENSION_NAME, m) { (void)m; }
 
-// Python reads these through ctypes: they describe this build of the library.
+// Python reads this description of the library's build through ctypes.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 EXPORTED const char *extension_cpp_build_info() { return BUILD_INFO; }
 EXPORTED const char *extension_cpp_cpu_level() { return cpu_level_name(cpu_level()); }

@@ -1,6 +1,6 @@
 #include "check.h"
 
-#if defined(SANITIZED) /* the program has the address sanitizer; this file may be without */
+#if defined(SANITIZED) /* this file may be compiled without the sanitizer */
 #include <sanitizer/asan_interface.h>
 #define POISON __asan_poison_memory_region
 #define UNPOISON __asan_unpoison_memory_region
@@ -26,7 +26,7 @@ uint16_t half_bits(dtype_t dtype, double x) {
   if (isnan(x)) return (uint16_t)(sign | 0x7fff);
   if (magnitude >= format->largest + unit_at(format, format->largest) / 2)
     return (uint16_t)(sign | infinity);
-  /* The addition leaves no bits below one: the processor rounds to even. */
+  /* The addition removes all bits below one: the processor rounds to nearest even. */
   const int exponent = unit_exponent(format, magnitude);
   const double units = magnitude * power_of_2(-exponent) + 0x1p52 - 0x1p52;
   const unsigned step = (unsigned)(exponent + fraction_bits - format->least);
@@ -46,7 +46,7 @@ static double decode_half(const format_t *format, unsigned bits) {
 double half_value(dtype_t dtype, uint16_t bits) {
   static double table[2][1 << 16];
   double *values = table[dtype == DTYPE_FLOAT16];
-  if (values[1] == 0) { /* the bits 1 are the smallest number */
+  if (values[1] == 0) { /* bits 1 are the smallest positive number */
     for (unsigned i = 0; i < 1 << 16; ++i) values[i] = decode_half(&formats[dtype], i);
   }
   return values[bits];
@@ -62,7 +62,7 @@ void set_element(dtype_t dtype, void *p, int64_t i, double value) {
   if (dtype == DTYPE_FLOAT64) {
     ((double *)p)[i] = value;
   } else if (dtype == DTYPE_FLOAT32) {
-    /* A number half a unit or more above the largest float becomes infinity. This is explicit
+    /* From half a unit above the largest float on, a number becomes infinity. This is explicit,
      * because C leaves the cast undefined. */
     const int overflows = fabs(value) >= 0x1.ffffffp127;
     ((float *)p)[i] = overflows ? copysignf(INFINITY, (float)copysign(1, value)) : (float)value;
@@ -75,7 +75,7 @@ int close_to(dtype_t dtype, double got, double want, double slack) {
   if (isnan(want)) return isnan(got);
   if (isfinite(got) && fabs(got - want) <= slack + unit_at(&formats[dtype], fabs(want) + slack) / 2)
     return 1;
-  double nearest[1]; /* infinite if `want` is past the type's range */
+  double nearest[1]; /* becomes infinite if `want` exceeds the type's range */
   set_element(dtype, nearest, 0, want);
   return got == element(dtype, nearest, 0);
 }
@@ -189,7 +189,8 @@ void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *ex
       "%s: not the elements that it held before", what);
 }
 
-/* True if each byte is PATTERN: the first byte is, and each byte equals the next one. */
+/* Returns 1 if each byte is PATTERN. Compares the first byte with it, and each byte with the
+ * next. */
 static int holds_pattern(const unsigned char *p, size_t bytes) {
   return bytes == 0 || (*p == PATTERN && memcmp(p, p + 1, bytes - 1) == 0);
 }
@@ -200,7 +201,7 @@ void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begi
   if (begin <= end && end <= buffer->bytes && holds_pattern(buffer->data, begin) &&
       holds_pattern(buffer->data + end, buffer->bytes - end) &&
       memcmp(buffer->data + begin, bytes + begin, end - begin) == 0)
-    return; /* what follows says the same a byte at a time, and which one is wrong */
+    return; /* The loop below makes the same test for each byte, to find which one is wrong. */
   for (size_t i = 0; i < buffer->bytes; ++i) {
     const int inside = begin <= i && i < end;
     CHECK(buffer->data[i] == (inside ? bytes[i] : PATTERN),

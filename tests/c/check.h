@@ -1,6 +1,6 @@
-/* What the C tests share: CHECK, an independent model of the number formats, random data, guarded
- * buffers. The tests are one program, tests.c, without torch. tests/test_c.py builds it and runs it
- * at every instruction set. */
+/* Code that the C tests share: CHECK, an independent model of the number formats, random data, and
+ * guarded buffers. The tests are a single program, tests.c, without torch. tests/test_c.py builds
+ * it and runs it at every instruction set. */
 #ifndef EXTENSION_CPP_TESTS_CHECK_H
 #define EXTENSION_CPP_TESTS_CHECK_H
 
@@ -28,7 +28,7 @@ extern const char *const dtype_names[DTYPES];
     if (!(condition)) FAIL(__VA_ARGS__); \
   } while (0)
 
-/* ---- number formats: independent of the code under test ---- */
+/* ---- number formats, independent of the code under test ---- */
 
 typedef struct {
   size_t size;
@@ -39,7 +39,7 @@ typedef struct {
 
 extern const format_t formats[DTYPES];
 
-/* 2 to a power that is an exponent of normal doubles. */
+/* Returns 2^exponent for an exponent of normal doubles. */
 static inline double power_of_2(int exponent) {
   const uint64_t bits = (uint64_t)(exponent + 1023) << 52;
   double power;
@@ -47,7 +47,8 @@ static inline double power_of_2(int exponent) {
   return power;
 }
 
-/* The exponent of the distance between neighbours at |x|. Unspecified for infinity and NaN. */
+/* Returns the exponent of the distance between neighbours at |x|. Infinity and NaN are not
+ * allowed. */
 static inline int unit_exponent(const format_t *format, double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -60,18 +61,18 @@ static inline double unit_at(const format_t *format, double x) {
   return exponent < -1022 ? ldexp(1, exponent) : power_of_2(exponent);
 }
 
-/* The bits of x rounded to bfloat16 or float16, to nearest, ties to even. NaN gives one of the
- * type's NaNs. */
+/* Returns the bits of x rounded to bfloat16 or float16 (to nearest, ties to even). NaN stays
+ * NaN. */
 uint16_t half_bits(dtype_t dtype, double x);
 double half_value(dtype_t dtype, uint16_t bits);
 
 double element(dtype_t dtype, const void *p, int64_t i);
 void set_element(dtype_t dtype, void *p, int64_t i, double value);
 
-/* Whether `got`, a number of the type, is within `slack` and half a unit of the type of `want`. */
+/* Returns whether `got` is within `slack` plus half a unit in the last place of `want`. */
 int close_to(dtype_t dtype, double got, double want, double slack);
 
-/* Half a unit in the last place of 1 in the accumulation type: float, for float64 double. */
+/* Returns half a unit in the last place of 1 in the accumulation type. */
 static inline double rounding(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? 0x1p-53 : 0x1p-24; }
 
 /* ---- data ---- */
@@ -79,18 +80,18 @@ static inline double rounding(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? 0
 uint64_t random_bits(uint64_t *state);
 double random_between(uint64_t *state, double low, double high);
 
-/* n elements between -range and range. With `specials`, about one in eight is NaN, infinite, zero,
- * huge or tiny. */
+/* Returns n elements between -range and range. With `specials`, about one in eight is NaN,
+ * infinite, zero, huge or tiny. */
 void *random_elements(dtype_t dtype, int64_t n, double range, int specials, uint64_t seed);
 
-/* n multiples of 1/64 between -2 and 2. They are exact in every type; sums of a few thousand are
- * exact in float. */
+/* Returns n multiples of 1/64 between -2 and 2. They are exact in every type. Sums of a few
+ * thousand of them are exact in float. */
 void *random_exact(dtype_t dtype, int64_t n, uint64_t seed);
 
-/* n doubles, all 0. */
+/* Returns n doubles, all 0. */
 double *doubles(int64_t n);
 
-/* A hash of n elements. All NaNs count as equal. */
+/* Returns a hash of n elements. All NaNs count as equal. */
 uint64_t hash_elements(uint64_t hash, dtype_t dtype, const void *p, int64_t n);
 
 /* Calls visit() with every step-th float, in the order of their bits, SWEEP at a time. The last
@@ -98,7 +99,7 @@ uint64_t hash_elements(uint64_t hash, dtype_t dtype, const void *p, int64_t n);
 enum { SWEEP = 4096 };
 void sweep_floats(uint32_t step, void (*visit)(const float *x, void *context), void *context);
 
-/* The largest error seen, and where. */
+/* The largest error seen so far, and the argument at which it was seen. */
 typedef struct {
   double error;
   double at;
@@ -106,42 +107,42 @@ typedef struct {
 
 static inline void worst_add(worst_t *worst, double error, double at) {
   if (isnan(worst->error) || error <= worst->error)
-    return; /* a NaN error stays, and fails every bound */
+    return; /* a NaN error is kept, and fails every bound */
   *worst = (worst_t){error, at};
 }
 
 /* ---- guarded buffers ---- */
 
 /* Memory between two guards that hold a pattern. The address sanitizer detects reads of the guards,
- * buffer_check() writes. */
+ * buffer_check() detects writes. */
 typedef struct {
   unsigned char *base;
   unsigned char *data;
   size_t bytes;
 } buffer_t;
 
-/* The data begins `offset` bytes past a multiple of 64. It is filled with a pattern that is not a
- * right result anywhere. */
+/* Makes a buffer whose data begins `offset` bytes past a multiple of 64. The data is filled with a
+ * pattern that is not a correct result anywhere. */
 buffer_t buffer_new(size_t bytes, size_t offset);
 buffer_t buffer_copy(const void *data, size_t bytes, size_t offset);
-/* Fails, naming `what`, unless the guards hold their pattern and the data equals `expected` (if
- * that is not NULL). */
+/* Fails, naming `what`, unless the guards hold their pattern and the data equals `expected`, if
+ * given. */
 void buffer_check(const buffer_t *buffer, const void *expected, const char *what);
-/* The same for elements of a type. Any NaN equals any other: the compiler chooses its sign. */
+/* Does the same for elements of a type. All NaNs are equal, because the compiler chooses their
+ * sign. */
 void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *expected,
                            const char *what);
-/* Fails unless bytes [begin, end) equal those of `expected` and all others still hold the
- * pattern. */
+/* Fails unless bytes [begin, end) equal those of `expected`, and all others hold the pattern. */
 void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end,
                        const char *what);
 void buffer_free(buffer_t *buffer);
 
-/* ---- what cpu_should_stream tells the kernels ---- */
+/* ---- a replacement of cpu_should_stream ---- */
 
-extern int should_stream;       /* what cpu_should_stream returns */
-extern int64_t streaming_bytes; /* its last argument */
+extern int should_stream;       /* the value that cpu_should_stream returns */
+extern int64_t streaming_bytes; /* the last argument of cpu_should_stream */
 
-/* ---- the tests; a sweep visits every step-th float ---- */
+/* ---- the tests; those with a sweep visit every step-th float ---- */
 
 void test_exp(uint32_t step);
 void test_softmax_math(uint32_t step);

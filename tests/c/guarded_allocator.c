@@ -1,10 +1,11 @@
 /* An allocator for PyTorch's GPU tensors with guard bytes around each block, for tests/guarded.py.
- * It is compiled without CUDA's headers: the process that loads it has libcudart already. */
+ * It is compiled without CUDA's headers, because the process that loads it has libcudart
+ * already. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { GUARD = 512, PATTERN = 0xA5, DEVICE_TO_HOST = 2 }; /* GUARD keeps the alignment of a block */
+enum { GUARD = 512, PATTERN = 0xA5, DEVICE_TO_HOST = 2 }; /* GUARD keeps blocks aligned */
 
 int cudaMalloc(void **block, size_t size);
 int cudaFree(void *block);
@@ -14,7 +15,7 @@ int cudaDeviceSynchronize(void);
 
 static long damaged;
 
-/* The number of blocks so far that were freed with other guard bytes than they were made with. */
+/* Returns how many blocks have had changed guard bytes when they were freed. */
 long guarded_damaged(void) { return damaged; }
 
 void *guarded_malloc(ptrdiff_t size, int device, void *stream) {

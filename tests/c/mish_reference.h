@@ -1,7 +1,7 @@
-/* mish and its derivatives in double. e = exp(x) keeps all its digits for very negative x; past 40,
- * adding 1 to it has no effect. The relative error is a few 2^-53, except near the zeros of the
- * derivatives, where it is the error of the terms that cancel. test_mish.c compares this with tanh
- * and log1p in long double. */
+/* mish and its derivatives in double. e = exp(x) keeps all its digits for very negative x. For x >
+ * 40, adding 1 to e has no effect. The relative error is a few 2^-53, but larger near the zeros of
+ * the derivatives, where terms cancel. test_mish.c compares this with tanh and log1p in long
+ * double. */
 #ifndef EXTENSION_CPP_TESTS_MISH_REFERENCE_H
 #define EXTENSION_CPP_TESTS_MISH_REFERENCE_H
 
@@ -14,7 +14,7 @@ typedef struct {
 static inline mish_t mish_reference(double x) {
   if (x > 40) return (mish_t){x, 1, 0};
   if (x == -(double)INFINITY)
-    return (mish_t){(double)NAN, (double)NAN, (double)NAN}; /* as PyTorch: -inf * 0 */
+    return (mish_t){(double)NAN, (double)NAN, (double)NAN}; /* as in PyTorch: -inf * 0 */
   const double e = exp(x), d = e * (e + 2) + 2;
   const double w = e * (e + 2) / d;                   /* tanh(softplus(x)) */
   const double u = 4 * ((1 + e) / d) * ((1 + e) / d); /* 1 - w^2 */

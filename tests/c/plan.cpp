@@ -1,7 +1,7 @@
-// rows/plan.h on the host: every row of the table is picked for some problem, a shape holds its
-// row, a forward plan does not depend on the number of rows, no thread of backward adds more than
-// MOST_ROWS rows, all of the same alignment, and what the fast kernels cannot do gets the generic
-// one.
+// Tests rows/plan.h on the host. Every row of the table must be picked for some problem, and a
+// shape must be able to hold its row. A forward plan must not depend on the number of rows. In
+// backward, no thread may add more than MOST_ROWS rows, and all of them must have the same
+// alignment. Problems that the fast kernels do not support must get the generic kernel.
 #include "rows/plan.h"
 
 #include <cstdio>
@@ -15,7 +15,8 @@ static bool same_shape(const Plan &a, const Plan &b) {
          a.slice == b.slice && a.ahead == b.ahead;
 }
 
-// What only backward plans have. A group adds up rows that begin at the same offset.
+// Returns an error message, or NULL, for the members that only backward plans have. A group adds up
+// rows that must begin at the same offset.
 static const char *backward_fault(const Problem &p, const Plan &plan, int64_t vector) {
   if (plan.groups > 0 && p.rows > plan.groups && plan.groups * p.cols % vector != 0) {
     return "a group has rows of several alignments";
@@ -32,10 +33,10 @@ static const char *backward_fault(const Problem &p, const Plan &plan, int64_t ve
   return nullptr;
 }
 
-// A sentence if the plan is wrong.
+// Returns an error message if the plan is wrong, or NULL.
 static const char *fault(const Problem &p, const Plan &plan) {
   if (plan.kernel == Kernel::GENERIC) return nullptr;
-  const int64_t vector = p.dtype == DTYPE_FLOAT32 ? 4 : 8;  // 16 bytes
+  const int64_t vector = p.dtype == DTYPE_FLOAT32 ? 4 : 8;  // elements in 16 bytes
   const int64_t slices = int64_t{plan.cluster} * plan.slice;
   if (plan.is_aligned != (p.cols % vector == 0)) return "wrong about the alignment";
   if (slices < p.cols / vector * vector) return "the slices do not hold the row";
@@ -55,14 +56,14 @@ static const char *fault(const Problem &p, const Plan &plan) {
                             (plan.is_aligned && plan.vectors == 8 && p.form != Form::RESIDUAL);
     if (!has_kernel) return "no kernel has so many vectors";
   }
-  // With 3 or 4 vectors per thread, less than a third of the registers is idle.
+  // With 3 or 4 vectors per thread, less than a third of the registers may be unused.
   const int64_t room = int64_t{plan.threads} * plan.vectors, all = p.cols / vector;
   if (plan.is_aligned && plan.cluster == 1 && all > 16 && 2 * room > 3 * all)
     return "much of the room is idle";
   return nullptr;
 }
 
-// Problems that only the generic kernel computes, and the gradient of x alone, which the split
+// Problems that only the generic kernel supports. Also the gradient of x alone, which the split
 // kernel computes for any number of rows.
 static int special_faults(const Device &device) {
   struct Case {

@@ -1,5 +1,5 @@
-/* Kernels for the parts of csrc/common that have no symbol of their own. They are compiled and
- * dispatched like those of an op, so each part is tested as each instruction set compiles it. */
+/* Kernels that call functions of csrc/common without a symbol of their own. They are compiled and
+ * dispatched like those of an op, so that each function is tested at each instruction set. */
 #ifndef EXTENSION_CPP_TESTS_PROBE_H
 #define EXTENSION_CPP_TESTS_PROBE_H
 
@@ -13,10 +13,10 @@ typedef struct {
   float *y;
 } exp_args;
 
-/* y[i] = exp(x[i]) * 2^64 for i in [begin, end), a multiple of BLOCK. */
+/* Computes y[i] = exp(x[i]) * 2^64 for i in [begin, end). The length is a multiple of BLOCK. */
 void exp_cpu(int64_t begin, int64_t end, void *args);
 
-/* The functions of softmax. */
+/* The math functions of softmax. */
 enum {
   EXP_SOFTMAX_FLOAT,
   EXP_DEGREE_5,
@@ -33,10 +33,10 @@ typedef struct {
   int function;
 } math_args;
 
-/* y[i] = function(x[i]) for i in [begin, end), a multiple of BLOCK. */
+/* Computes y[i] = function(x[i]) for i in [begin, end). The length is a multiple of BLOCK. */
 void math_cpu(int64_t begin, int64_t end, void *args);
 
-/* One block: memory holds n elements of dtype, lanes 32 floats (for float64 doubles). */
+/* One block: memory has n elements of dtype, and lanes has 32 floats (doubles for float64). */
 typedef struct {
   void *memory;
   void *lanes;
@@ -54,17 +54,17 @@ typedef struct {
   dtype_t dtype;
 } store_args;
 
-/* half[i] = x[i] rounded, for i in [begin, end), a multiple of BLOCK. x is in block order. */
+/* Sets half[i] to x[i] rounded, for i in [begin, end), a multiple of BLOCK. x is in block order. */
 void store_all_cpu(int64_t begin, int64_t end, void *args);
 
 typedef struct {
-  uint8_t *kept; /* end - begin */
+  uint8_t *kept; /* shape (end - begin) */
   dropout_t dropout;
   int64_t
       back; /* before each block, makes the mask of the block `back` elements earlier; 0: none */
 } kept_args;
 
-/* Whether elements [begin, end) are kept, one block at a time. */
+/* Sets kept[i - begin] to whether element i is kept, one block at a time. */
 void kept_cpu(int64_t begin, int64_t end, void *args);
 
 #endif

@@ -1,7 +1,7 @@
-// StripJoin of csrc/rows/strips.cuh on the CPU: the CTAs of a cluster are threads that
-// write into each other's shared memory. After each barrier of the cluster one CTA stands still for
-// a while, so that a missing barrier shows as a wrong sum. tests/test_clusters.py puts the class
-// into strip_join.inc.
+// Tests StripJoin of csrc/rows/strips.cuh on the CPU. CPU threads stand in for the threads of a
+// cluster's CTAs, and write into each other's shared memory. After each barrier of the cluster one
+// CTA stands still for a while, so that a missing barrier shows as a wrong sum.
+// tests/test_clusters.py writes the class to strip_join.inc.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -13,7 +13,7 @@
 
 #define __device__
 
-constexpr int CLUSTER = 4, STRIP_THREADS = 8, ROUNDS = 100;  // STRIP_THREADS: per CTA
+constexpr int CLUSTER = 4, STRIP_THREADS = 8, ROUNDS = 100;  // STRIP_THREADS is per CTA
 constexpr bool HAS_CLUSTERS = true;
 
 static const struct { int x, y; } blockDim = {2, 4};

@@ -1,5 +1,5 @@
-/* bias_gelu and its gradients: widths around the block and the tile, wanted and unwanted gradients,
- * offsets, streaming, guards, and how the work is split. */
+/* Tests bias_gelu and its gradients: widths around the block and the tile, wanted and unwanted
+ * gradients, offsets, streaming, guards, and splits of the work. */
 #include "bias_gelu/bias_gelu.h"
 #include "check.h"
 
@@ -28,7 +28,7 @@ static gelu_t gelu(activation_t kind, double x) {
   return (gelu_t){x * (1 + t) / 2, (1 + t + x * (1 - t * t) * slope) / 2};
 }
 
-/* The error of the functions, beside a number of size 1. */
+/* Returns the error of the activation functions, relative to a number of size 1. */
 static double error_of(dtype_t dtype) {
   return dtype == DTYPE_FLOAT64 ? 0x1p-48 : dtype == DTYPE_FLOAT32 ? 0x1p-20 : 0x1p-14;
 }
@@ -73,7 +73,8 @@ static void split(range_fn kernel, int64_t items, void *args, int one_by_one) {
   for (int64_t i = items - 1; one_by_one && i >= 0; --i) kernel(i, i + 1, args);
 }
 
-/* Every buffer begins `offset` elements past a multiple of 64 bytes. Returns a hash of the bits. */
+/* Runs a case with buffers `offset` elements past a multiple of 64 bytes. Returns a hash of the
+ * results. */
 static uint64_t run_case(const gelu_case *c, int offset, int one_by_one) {
   const size_t bytes = bytes_of(c, numel(c)), row = bytes_of(c, c->cols);
   const size_t at = bytes_of(c, offset);

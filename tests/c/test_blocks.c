@@ -1,12 +1,12 @@
-/* The block functions of common/cpu/block.h: loads, stores, their order, and rounding from float to
- * bfloat16 and float16. */
+/* Tests the block functions of common/cpu/block.h: loads, stores, their order, and rounding from
+ * float to bfloat16 and float16. */
 #include "check.h"
 #include "common/cpu/level.h"
 #include "probe.h"
 
 enum { LANES = 32 };
 
-/* The element of a block that lane k holds, as common/cpu/block.h defines it. */
+/* Returns the element of a block that lane k holds, as common/cpu/block.h defines it. */
 static int element_of_lane(dtype_t dtype, int k) {
   if (dtype != DTYPE_BFLOAT16) return k;
   return k < LANES / 2 ? 2 * k : 2 * (k - LANES / 2) + 1;
@@ -16,8 +16,8 @@ static int same_number(double a, double b) {
   return isnan(a) ? isnan(b) : a == b && !signbit(a) == !signbit(b);
 }
 
-/* Loading n elements gives their values, and 0 in the lanes after them. Storing them gives the same
- * bytes and changes nothing after them. */
+/* Checks that a load of n elements gives their values, and 0 in the lanes after them. A store of
+ * these must write the same bytes, and change nothing after them. */
 static void check_block(dtype_t dtype, const unsigned char *elements, int n, size_t offset,
                         int stream) {
   const size_t size = formats[dtype].size, lane_size = dtype == DTYPE_FLOAT64 ? 8 : 4;
@@ -72,7 +72,7 @@ typedef struct {
   uint64_t hash[DTYPES];
 } store_sweep;
 
-/* The sweep is in memory order, element by element; the kernel expects block order. */
+/* Reorders a sweep, which is in memory order, into the block order that the kernel expects. */
 static void to_block_order(dtype_t dtype, float *to, const float *from) {
   for (int block = 0; block < SWEEP; block += LANES) {
     for (int k = 0; k < LANES; ++k) to[block + k] = from[block + element_of_lane(dtype, k)];
@@ -101,8 +101,8 @@ static void visit(const float *x, void *context) {
 void test_stores(uint32_t step) {
   store_sweep all = {0};
   sweep_floats(step, visit, &all);
-  /* The floats halfway between neighbours of a 16-bit type, for ties and the ends of its range, and
-   * their neighbours on both sides. */
+  /* Visits the floats halfway between neighbours of a 16-bit type, and their neighbours on both
+   * sides. They test ties and the ends of the type's range. */
   for (int d = DTYPE_BFLOAT16; d <= DTYPE_FLOAT16; ++d) {
     float x[SWEEP];
     int n = 0;

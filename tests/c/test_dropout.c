@@ -1,5 +1,5 @@
-/* Philox: against its published vectors, and lanes against one counter at a time. dropout: sizes,
- * offsets, streaming and ranges. */
+/* Tests Philox against its published vectors, and its lanes against one counter at a time. Tests
+ * dropout with sizes, offsets, streaming and ranges. */
 #include "check.h"
 #include "common/range.h"
 #include "dropout/dropout.h"
@@ -29,8 +29,8 @@ static void check_vectors(void) {
   }
 }
 
-/* Masks at every alignment, past the counter's low word, of more elements than the state holds, and
- * when a block far back evicts them. */
+/* Checks masks at every alignment, past the counter's low word, of more elements than the state
+ * holds, and with an earlier block that evicts them. */
 static void check_masks(void) {
   static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1};
   static const int64_t starts[] = {0, 4096, 8 * 0xfffffff8LL, 1LL << 40},
@@ -58,7 +58,7 @@ static void check_masks(void) {
   printf("bits philox %016llx\n", (unsigned long long)hash);
 }
 
-/* p in bits: its multiple of 2^-32, at least 1 and at most 2^32. */
+/* Checks the threshold for p, which is p * 2^32, rounded, at least 1 and at most 2^32. */
 static void check_thresholds(void) {
   static const struct {
     double p;
@@ -102,7 +102,7 @@ static void check_result(const dropout_case *c, const void *y) {
   for (int64_t i = 0; i < c->numel; ++i) {
     const uint32_t bits = bits_of(philox_of(c->seed, i / 8).word[i % 8 / 2], i % 2);
     const double got = element(c->dtype, y, i), x = element(c->dtype, c->x, i);
-    /* scale is rounded to float, and so is the product. */
+    /* scale is rounded to float, and so is the product */
     const double want = (double)bits < c->p * 0x1p32 ? 0 : x * scale,
                  slack = 2 * unit * fabs(want) + 0x1p-149;
     CHECK(close_to(c->dtype, got, want, want == 0 ? 0 : slack),
@@ -135,8 +135,8 @@ void test_dropout_sizes(uint32_t step) {
   }
 }
 
-/* Chunks in one range, one by one, and streamed give the same bits. One chunk alone writes nothing
- * else. */
+/* Runs the chunks in one range, one by one, and streamed, which must give the same bits. Running
+ * one chunk alone must not write anything else. */
 void test_dropout_ranges(uint32_t step) {
   (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {

@@ -1,5 +1,5 @@
-/* exp_scaled_float over the range that its callers use, and the functions of softmax, against libm
- * in double. */
+/* Compares exp_scaled_float over its callers' arguments, and softmax's functions, with libm in
+ * double. */
 #include "check.h"
 #include "common/cpu/level.h"
 #include "probe.h"
@@ -28,7 +28,7 @@ void test_exp(uint32_t step) {
   sweep_floats(step, visit, &all);
   printf("exp: at most %.4f units, at %a\n", all.worst.error, all.worst.at);
   printf("bits exp %016llx\n", (unsigned long long)all.hash);
-  /* Over all floats in the range: 0.986 at -5.86 without fma, 1.009 at -5.85 with it. */
+  /* The largest error over all floats is 0.986 at -5.86 without fma, and 1.009 at -5.85 with it. */
   CHECK(all.worst.error <= 1.01, "exp: %.4f units off at %a", all.worst.error, all.worst.at);
 }
 
@@ -40,7 +40,7 @@ typedef struct {
   uint64_t hash;
 } math_sweep;
 
-/* exp up to 80, which is beyond the arguments in softmax and in the rounding of an lse. */
+/* exp is tested up to 80, which is more than softmax and the rounding of an lse need. */
 static void visit_math(const float *sweep, void *context) {
   math_sweep *all = context;
   const int is_tanh = all->function == TANH_FLOAT, is_power = all->function >= EXP2_DEGREE_5;
@@ -70,8 +70,8 @@ static void visit_math(const float *sweep, void *context) {
   all->hash = hash_elements(all->hash, DTYPE_FLOAT32, y, SWEEP);
 }
 
-/* exp and tanh in units in the last place; the parts in units of 2^-24 * (1 + |x|), and
- * powers of 2 in units of 2^-24, relative. */
+/* The bounds of exp and tanh are in units in the last place. Those of exp in two parts are
+ * relative, in units of 2^-24 * (1 + |x|). Those of powers of 2 are relative, in units of 2^-24. */
 void test_softmax_math(uint32_t step) {
   static const char *const names[MATH_FUNCTIONS] = {"exp",  "degree 5",      "degree 4",
                                                     "tanh", "2^x, degree 5", "2^x, degree 4"};

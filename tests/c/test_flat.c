@@ -1,5 +1,5 @@
-/* The elementwise ops, and the gates as such of one row: sizes around the tail, storage offsets,
- * streaming, guards, and how work is split. */
+/* Tests the element-wise ops, and the gates with a single row: sizes around the tail, storage
+ * offsets, streaming, guards, and splits of the work. */
 #include "activation/activation.h"
 #include "check.h"
 #include "gate/gate.h"
@@ -37,7 +37,7 @@ typedef struct {
   int inputs, outputs;
   void (*call)(const flat_call *c, int64_t begin, int64_t end);
   flat_want (*want)(const flat_element *e);
-  activation_t kind; /* of activations and gates, whose inputs are numbers between -30 and 30 */
+  activation_t kind; /* for activations and gates; their inputs are between -30 and 30 */
 } flat_op;
 
 static void call_muladd(const flat_call *c, int64_t begin, int64_t end) {
@@ -45,7 +45,7 @@ static void call_muladd(const flat_call *c, int64_t begin, int64_t end) {
   muladd_forward_cpu(begin, end, &args);
 }
 
-/* Without fma the product is rounded. The sum always is, to float first if the type has 16 bits. */
+/* Without fma the product is rounded. The sum always is, for 16-bit types first to float. */
 static flat_want want_muladd(const flat_element *e) {
   const double product = e->in[0] * e->in[1], want = fma(e->in[0], e->in[1], muladd_c);
   return (flat_want){{want}, {e->unit * (fabs(product) + fabs(want)) + 0x1p-149}};
@@ -80,9 +80,9 @@ static flat_want want_relu_backward(const flat_element *e) {
   return (flat_want){{e->in[1] <= 0 ? 0 : e->in[0]}, {0}};
 }
 
-/* test_mish.c bounds float's errors: 4.3, 9 and 12.5 units of the result; this allows twice as many
- * roundings. Near the zeros of the derivatives, the errors are a few roundings of the terms that
- * cancel, of size |x| exp(x). */
+/* Returns the slack of mish. test_mish.c bounds float's errors by 4.3, 9 and 12.5 units of the
+ * result. This allows twice as many roundings. Near the zeros of the derivatives, terms of size |x|
+ * exp(x) cancel, and the errors are a few roundings of these terms. */
 static double mish_slack(double x, double want, double unit) {
   return unit * (25 * fabs(want) + 4 * fmin(1, fabs(x) * exp(fmin(x, 1)))) + 0x1p-148;
 }
@@ -138,9 +138,9 @@ static jet_t of_logistic(double x, double u, double u1, double u2) {
                  {0}};
 }
 
-/* The formulas of activation.h. tests/test_activation.py says where the slack comes from: errors
- * relative to the result, and to what cancels in the derivatives; u and x^2 / 2 are rounded before
- * exp multiplies their errors. 16-bit types take a shorter way, within 2^-15. */
+/* Computes the formulas of activation.h. tests/test_activation.py derives the slack. Errors are
+ * relative to the result, and in the derivatives to terms that cancel. u and x^2 / 2 are rounded
+ * before exp multiplies their errors. The approximations for 16-bit types are within 2^-15. */
 static jet_t jet_of(activation_t kind, double x, dtype_t dtype) {
   const double pi = 3.14159265358979323846;
   const double c = 2 * sqrt(2 / pi), d = 0.044715 * c, u = c * x + d * x * x * x;
@@ -187,7 +187,7 @@ static void call_gate_backward(const flat_call *c, int64_t begin, int64_t end) {
   gate_backward_cpu(begin, end, &args);
 }
 
-/* `factor` times the order-th derivative. */
+/* Computes `factor` times a derivative (order 0 is the value), and its slack. */
 static void scaled(const jet_t *jet, int order, double factor, double unit, double *want,
                    double *slack) {
   *want = factor * jet->f[order];
@@ -283,7 +283,7 @@ static void check_output(const flat_case *c, int k, const void *got) {
   }
 }
 
-/* Buffer j begins offsets[j] elements past a multiple of 64 bytes. The inputs come first. */
+/* Runs a case. Buffer j begins offsets[j] elements past a multiple of 64 bytes, inputs first. */
 static void run_case(const flat_case *c, const int *offsets) {
   const size_t size = formats[c->dtype].size, bytes = (size_t)c->numel * size;
   const int inputs = c->op->inputs, outputs = c->op->outputs;
@@ -309,7 +309,7 @@ static void run_case(const flat_case *c, const int *offsets) {
   }
 }
 
-/* out may be a or b itself. */
+/* Runs muladd with a or b itself as out. */
 static void run_in_place(const flat_case *c) {
   for (int k = 0; k < 2; ++k) {
     buffer_t in[2];
@@ -333,8 +333,8 @@ void test_flat_sizes(uint32_t step) {
         flat_case c = new_case(&ops[op], (dtype_t)dtype, sizes[s]);
         for (should_stream = 0; should_stream < 2; ++should_stream) {
           for (int offset = 0; offset < OFFSETS; ++offset) {
-            /* First all alike, then, where stores are streamed and so begin at aligned addresses,
-             * each different: an output that is aligned beside one that is not. */
+            /* With skew 0 all offsets are equal. With skew 1 they differ, so that an aligned output
+             * is beside one that is not. This matters only if stores are streamed. */
             for (int skew = 0; skew <= should_stream; ++skew) {
               int offsets[INPUTS + OUTPUTS];
               for (int j = 0; j < INPUTS + OUTPUTS; ++j) offsets[j] = (offset + j * skew) % OFFSETS;
@@ -350,8 +350,8 @@ void test_flat_sizes(uint32_t step) {
   }
 }
 
-/* The chunks in one range, one by one from the last to the first, and in two ranges give the same
- * bits. One chunk alone writes nothing else, and an empty range writes nothing. */
+/* Runs the chunks in one range, one by one from the last to the first, and in two ranges. All must
+ * give the same bits. One chunk alone must write nothing else, and an empty range nothing. */
 static uint64_t check_ranges(const flat_case *c) {
   const size_t bytes = (size_t)c->numel * formats[c->dtype].size;
   const int64_t chunks = ceil_div(c->numel, CHUNK);

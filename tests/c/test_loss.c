@@ -1,6 +1,7 @@
-/* cross_entropy and token_log_probs: shapes around the block, the chunk and the tile, with every
- * option, against a reference in double; ignored targets and targets outside, gradient in place,
- * streaming, guards, hostile rows, how work is split, and the reduction. */
+/* Tests cross_entropy and token_log_probs against a reference in double: shapes around the block,
+ * the chunk and the tile, with every option; ignored targets and targets outside the classes,
+ * gradients in place, streaming, guards, NaN and infinities, splits of the work, and the
+ * reduction. */
 #include "check.h"
 #include "loss/loss.h"
 
@@ -54,7 +55,7 @@ static double weight_of(const loss_case *c, int64_t column) {
   return c->weight ? element(c->acc, c->weight, column) : 1;
 }
 
-/* z of a logit, and dz/dx. */
+/* Returns the z of a logit, and sets *slope to dz/dx. */
 static double z_of(const loss_case *c, int64_t row, int64_t column, double *slope) {
   const int64_t i = row / c->inner * c->outer_stride + column * c->inner + row % c->inner;
   const double x = element(c->dtype, c->logits, i), cap = c->options.softcap;
@@ -65,7 +66,7 @@ static double z_of(const loss_case *c, int64_t row, int64_t column, double *slop
 
 typedef struct {
   double lse, entropy, weights;
-  double error;               /* of lse, absolute; of p_c, relative, a third */
+  double error;               /* absolute error of lse, and a third of the relative error of p_c */
   double largest;             /* the sum of p_c * |z_c - lse| */
   double smooth, smooth_size; /* the sum of w_c * (lse - z_c), and of the terms' sizes */
 } row_t;
@@ -79,7 +80,7 @@ static row_t row_of(const loss_case *c, int64_t row) {
     size = isfinite(z) && fabs(z) > size ? fabs(z) : size;
   }
   for (int64_t k = 0; k < c->cols; ++k) sum += exp(z_of(c, row, k, &slope) - max);
-  r.lse = max == -(double)INFINITY ? max : max + log(sum); /* a row of -inf: log(0) */
+  r.lse = max == -(double)INFINITY ? max : max + log(sum); /* in a row of -inf, lse is log(0) */
   for (int64_t k = 0; k < c->cols; ++k) {
     const double d = z_of(c, row, k, &slope) - max - log(sum), p = exp(d);
     if (p != 0) r.entropy -= p * d, r.largest += p * fabs(d);
@@ -95,7 +96,7 @@ static row_t row_of(const loss_case *c, int64_t row) {
   return r;
 }
 
-/* The gradient of a row: grad of the loss, grad_entropy of the entropy. */
+/* Computes the expected gradient of a row, given the gradients of its loss and of its entropy. */
 static void set_gradient(loss_case *c, int output, int64_t row, row_t r, double grad,
                          double grad_entropy) {
   const options_t *o = &c->options;
@@ -117,7 +118,7 @@ static void set_gradient(loss_case *c, int output, int64_t row, row_t r, double 
     const int64_t i = grad_at(c, row, k);
     c->want[output][i] = (p * factor - hit - smooth) * slope;
     c->slack[output][i] = slack * fabs(slope) + (o->softcap > 0 ? 16 * unit * size : 0);
-    /* A p_c below 2^-126 is 0. */
+    /* a p_c below 2^-126 is computed as 0 */
     c->slack[output][i] += 0x1p-126 * (1 + 2 * fabs(factor));
   }
 }
@@ -163,7 +164,7 @@ static void set_wants(loss_case *c) {
   for (int64_t row = 0; row < rows_of(c); ++row) set_row(c, row);
 }
 
-/* Among the rows are one ignored and two with targets outside. */
+/* Makes a case. One row is ignored, and two have targets outside the classes. */
 static loss_case new_case(int64_t outer, int64_t cols, int64_t inner, dtype_t dtype,
                           options_t chosen, int64_t padding, double range) {
   loss_case c = {.outer = outer, .cols = cols, .inner = inner, .dtype = dtype, .options = chosen};
@@ -171,7 +172,7 @@ static loss_case new_case(int64_t outer, int64_t cols, int64_t inner, dtype_t dt
   c.outer_stride = cols * inner + padding;
   c.acc = dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
   c.logits = random_elements(dtype, logits_count(&c), range, 0, (uint64_t)cols);
-  for (int64_t i = 0; i < logits_count(&c); ++i) { /* elements between the rows are not read */
+  for (int64_t i = 0; i < logits_count(&c); ++i) { /* elements between the rows must not be read */
     if (i % c.outer_stride >= cols * inner) set_element(dtype, c.logits, i, (double)NAN);
   }
   c.grad_scale = random_elements(c.acc, 1, 1, 0, 1), c.total = random_elements(c.acc, 1, 9, 0, 2);
@@ -224,7 +225,7 @@ static loss_rows args_of(const loss_case *c, const void *logits) {
                      .dtype = c->dtype};
 }
 
-/* grad_logits may be NULL. */
+/* Runs forward for work items [begin, end). grad_logits may be NULL. */
 static void forward(const loss_case *c, int64_t begin, int64_t end, const void *logits,
                     buffer_t out[], void *grad_logits) {
   loss_forward_args args = {
@@ -253,8 +254,8 @@ static void new_outputs(const loss_case *c, buffer_t out[]) {
     out[k] = buffer_new(bytes_of(c, k), k >= FORWARD_GRAD ? (size_t)c->offset * size : 0);
 }
 
-/* Element i of an output, as a double. lse is stored as two numbers, and this returns their sum. If
- * the first is infinite, the second is NaN, and this returns the first. */
+/* Returns element i of an output as a double. lse is stored as two numbers, of which this returns
+ * the sum. If the first is infinite, the second is NaN, and this returns the first. */
 static double value_of(const loss_case *c, int output, const void *data, int64_t i) {
   if (output != LSE) return element(dtype_of(c, output), data, i);
   const double lse = element(c->acc, data, 2 * i);
@@ -279,8 +280,8 @@ static void check_outputs(const loss_case *c, const buffer_t out[]) {
   }
 }
 
-/* Forward alone, with its gradient, with streamed stores, and in place give the same bits. Returns
- * the hash of the gradients. */
+/* Runs forward alone, with its gradient, with streamed stores, and in place. All must give the same
+ * bits. Returns the hash of the gradients. */
 static uint64_t run_case(const loss_case *c) {
   const size_t size = formats[c->dtype].size, bytes = (size_t)logits_count(c) * size,
                offset = (size_t)c->offset * size;
@@ -337,7 +338,7 @@ void test_loss_sizes(uint32_t step) {
   }
 }
 
-/* NaN, +inf and -inf in a row, a row of -inf, and a large one: lse of -inf is log(0). */
+/* Tests NaN, +inf, -inf and a large number in a row, and a row of -inf, whose lse is log(0). */
 void test_loss_hostile(uint32_t step) {
   static const int64_t shapes[][3] = {{16, 7, 1}, {16, 100, 1}, {16, 9000, 1}, {1, 70, 16}};
   static const double values[] = {NAN, INFINITY, -INFINITY, 3e4};
@@ -361,7 +362,7 @@ void test_loss_hostile(uint32_t step) {
   }
 }
 
-/* One range, item by item from the last on, and two ranges give the same bits. */
+/* One range, single items from the last on, and two ranges must give the same bits. */
 void test_loss_ranges(uint32_t step) {
   static const int64_t shapes[][3] = {{9, 1000, 1}, {3, 20001, 1}, {3, 100, 300}, {40, 24, 3}};
   (void)step;
@@ -404,7 +405,8 @@ void test_loss_reduce(uint32_t step) {
       const dtype_t dtype = (dtype_t)(k % DTYPES),
                     acc = dtype == DTYPE_FLOAT64 ? dtype : DTYPE_FLOAT32;
       const int64_t rows = sizes[s], cols = 11;
-      const int is_mean = k / DTYPES % 2, kind = k / DTYPES / 2; /* target; weight too; neither */
+      /* 0: target; 1: target and weight; 2: neither */
+      const int is_mean = k / DTYPES % 2, kind = k / DTYPES / 2;
       void *loss = random_elements(acc, rows, 3, 0, 1),
            *weight = random_elements(acc, cols, 1, 0, 2);
       int64_t *target = (int64_t *)doubles(rows);

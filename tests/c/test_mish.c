@@ -1,5 +1,5 @@
-/* mish and its first and second derivatives: over the floats, and over all bfloat16 and float16
- * numbers. */
+/* Tests mish and its first and second derivatives over the floats, and over all bfloat16 and
+ * float16 numbers. */
 #include "check.h"
 #include "mish/mish.h"
 #include "mish_reference.h"
@@ -7,17 +7,17 @@
 enum { FORWARD, BACKWARD, DOUBLE_BACKWARD, FUNCTIONS };
 static const char *const names[FUNCTIONS] = {"mish", "mish'", "mish''"};
 
-/* Near a zero of a function its error in units of the result has no bound, but its absolute error
- * has. */
+/* Returns whether x is near a zero of the function. There the error in units of the result has no
+ * bound, but the absolute error has one. */
 static int near_zero(int function, double x) {
-  if (function == BACKWARD) return x > -1.6 && x < -0.7; /* -1.1924 */
+  if (function == BACKWARD) return x > -1.6 && x < -0.7; /* the zero is -1.1924 */
   if (function == DOUBLE_BACKWARD)
-    return (x > -2.9 && x < -1.6) || (x > 0.85 && x < 2.6); /* -2.2564, 1.4906 */
+    return (x > -2.9 && x < -1.6) || (x > 0.85 && x < 2.6); /* the zeros are -2.2564 and 1.4906 */
   return 0;
 }
 
-/* By contract (mish.h) the derivatives in float and the 16-bit types are 1 and 0 from 20 on. This
- * neglects less than 1e-15. */
+/* From 20 on, the derivatives in float and the 16-bit types are 1 and 0, as mish.h says. The
+ * reference does the same, which neglects less than 1e-15. */
 static mish_t reference(double x) { return x > 20 ? (mish_t){x, 1, 0} : mish_reference(x); }
 
 static void check_reference(void) {
@@ -30,7 +30,7 @@ static void check_reference(void) {
     const mish_t mish = mish_reference(x);
     const double got[FUNCTIONS] = {mish.value, mish.first, mish.second};
     for (int f = 0; f < FUNCTIONS; ++f) {
-      /* 1 - w has lost digits of w that long double keeps. */
+      /* for x > 0 the subtraction 1 - w cancels most of the digits of long double */
       const long double slack =
           (near_zero(f, x) ? 4e-16L : 4e-15L * fabsl(want[f])) + (x > 0 ? 8e-19L * (1 + x) : 0);
       CHECK(fabsl(got[f] - want[f]) <= slack, "the reference of %s(%a) is %a, not %La", names[f], x,
@@ -40,7 +40,7 @@ static void check_reference(void) {
   }
 }
 
-/* With gradients of 1 the backward kernels give the derivatives themselves. */
+/* Runs a kernel. With gradients of 1 the backward kernels return the derivatives themselves. */
 static void run(int function, dtype_t dtype, const void *x, const void *ones, void *y, int64_t n) {
   mish_forward_args forward = {x, y, n, dtype};
   mish_backward_args backward = {ones, x, y, n, dtype};
@@ -89,9 +89,9 @@ static void visit(const float *x, void *context) {
 }
 
 void test_mish(uint32_t step) {
-  /* The largest errors over all floats, rounded up. They come from few roundings, whose errors add
-   * up in mish at -5.13, in mish' at -1.78 and in mish'' at 8.67. Near -92, below 2^-126, the last
-   * multiplication rounds once more. */
+  /* The largest errors over all floats, rounded up. They come from a few roundings that add up, in
+   * mish at -5.13, in mish' at -1.78 and in mish'' at 8.67. Near -92, where results are below
+   * 2^-126, the last multiplication rounds once more. */
   static const struct {
     double normal, tiny, zero;
   } bounds[FUNCTIONS] = {{4.3, 1.4, 0}, {9, 1.4, 1.3}, {12.5, 1.4, 2.2}};
@@ -119,7 +119,7 @@ void test_mish(uint32_t step) {
   }
 }
 
-/* All 65536 values of a 16-bit type. Each is right up to the rounding to the type and float's
+/* Tests all 65536 values of a 16-bit type. Results may be off by the rounding and float's
  * errors. */
 void test_mish_halves(uint32_t step) {
   enum { ALL = 1 << 16 };
@@ -145,8 +145,8 @@ void test_mish_halves(uint32_t step) {
       printf("%s %s: %.5f units at %.9g\n", names[f], dtype_names[d], worst.error, worst.at);
       printf("bits %s %s %016llx\n", names[f], dtype_names[d],
              (unsigned long long)hash_elements(0, dtype, y, ALL));
-      /* Half a unit is the rounding to the type. Near the zeros of the derivatives float16's units
-       * get small too. */
+      /* Half a unit is the rounding to the type. float16's units are small near the derivatives'
+       * zeros. */
       CHECK(worst.error <= 0.56, "%s %s: %.5f units off at %a", names[f], dtype_names[d],
             worst.error, worst.at);
     }

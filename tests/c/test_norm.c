@@ -1,5 +1,5 @@
-/* layer_norm and rms_norm: widths around the block, the flush and the tile; layouts, missing
- * gradients, hostile rows, guards, streaming, and how work is split. */
+/* Tests layer_norm and rms_norm: widths around the block, FLUSH_COLS and the tile; layouts, missing
+ * gradients, rows that need care, guards, streaming, and splits of the work. */
 #include "check.h"
 #include "norm/norm.h"
 
@@ -12,8 +12,8 @@ enum { X, GRAD_OUT, WEIGHT, BIAS, INPUTS };
 typedef struct {
   int64_t rows, cols, x_stride, grad_out_stride;
   dtype_t dtype, weight_dtype;
-  int centered;      /* layer_norm */
-  int offset;        /* of every buffer: elements past a multiple of 64 bytes */
+  int centered;      /* true for layer_norm */
+  int offset;        /* elements that every buffer begins past a multiple of 64 bytes */
   double eps, value; /* x varies around `value` */
   void *in[INPUTS];  /* weight and bias may be NULL */
   double *want[OUTPUTS], *slack[OUTPUTS];
@@ -54,7 +54,7 @@ static double input(const norm_case *c, int which, int64_t i) {
   return element(input_dtype(c, which), c->in[which], i);
 }
 
-/* ---- the reference, in long double, and how far float may be from it ---- */
+/* ---- the reference in long double, and bounds of float's errors ---- */
 
 typedef struct {
   long double mean, rstd, largest; /* largest |x - mean| */
@@ -73,20 +73,21 @@ static row_t row_of(const norm_case *c, int64_t r) {
   return (row_t){mean, 1 / sqrtl(squares / (long double)c->cols + (long double)c->eps), largest};
 }
 
-/* Roundings of a sum along a row: one per column of a lane, at most 128, and those of the fold. */
+/* Returns the number of roundings in a sum along a row: one per column of a lane (at most 128), and
+ * those of the sum over lanes. */
 static double row_roundings(const norm_case *c) {
   return (double)(c->cols < 4096 ? ceil_div(c->cols, 32) : 128) + 4 +
          (c->dtype == DTYPE_FLOAT64 ? 16 : 0);
 }
 
-/* The error of the mean: the roundings of a sum of differences, each up to twice the largest. The
- * error of the variance: the roundings of a sum of squares that exceeds it by a factor of 2, for
- * 16-bit types 17. */
+/* Computes the expected results of forward. The mean's error is that of a sum of differences, each
+ * up to twice the largest. The variance's error is that of a sum of squares, which may exceed the
+ * variance by a factor of 2 (17 for 16-bit types). */
 static void set_forward(norm_case *c) {
   const double unit = rounding(c->dtype), roundings = row_roundings(c);
   for (int64_t r = 0; r < c->rows; ++r) {
     const row_t row = row_of(c, r);
-    /* Except in float64, the mean is computed in double. */
+    /* except in float64, the mean is computed in double */
     const double rounded = c->dtype == DTYPE_FLOAT64 ? unit * fabs((double)row.mean) : 0;
     const double rstd = (double)row.rstd,
                  mean_slack = 2 * roundings * unit * (double)row.largest + 2 * rounded;
@@ -108,8 +109,8 @@ static void set_forward(norm_case *c) {
   }
 }
 
-/* Uses the mean and rstd that the kernel gets. A column is summed in float for 64 rows at a
- * time. */
+/* Computes the expected results of backward from the mean and rstd that the kernel gets. A column
+ * is summed in float for 64 rows at a time. */
 static void set_backward(norm_case *c) {
   const double unit = rounding(c->dtype), roundings = row_roundings(c);
   const double column_roundings = (c->rows < 64 ? (double)c->rows : 64) + 4 + (double)c->rows / 64;
@@ -156,10 +157,10 @@ static norm_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int centere
   c.grad_out_stride = cols + (variant % 3 == 2 ? 64 : 0);
   if (formats[dtype].size == 2 && variant % 2) c.weight_dtype = DTYPE_FLOAT32;
   for (int k = 0; k < INPUTS; ++k) {
-    if (k >= WEIGHT && variant % 4 == k) continue; /* NULL */
+    if (k >= WEIGHT && variant % 4 == k) continue; /* left NULL */
     c.in[k] = random_elements(input_dtype(&c, k), input_count(&c, k), 3, 0, (uint64_t)(k + 1));
     const int64_t stride = k == X ? c.x_stride : c.grad_out_stride;
-    /* Elements between the rows are not read. */
+    /* Elements between the rows must not be read. */
     for (int64_t i = 0; k < WEIGHT && i < input_count(&c, k); ++i) {
       if (i % stride >= cols) set_element(dtype, c.in[k], i, (double)NAN);
     }
@@ -173,7 +174,7 @@ static void set_wants(norm_case *c) {
     c->want[k] = doubles(count(c, k)), c->slack[k] = doubles(count(c, k));
   }
   set_forward(c);
-  for (int k = MEAN; k <= RSTD; ++k) { /* backward gets rounded ones */
+  for (int k = MEAN; k <= RSTD; ++k) { /* backward gets the rounded statistics */
     for (int64_t r = 0; r < c->rows && computed_in(c) == DTYPE_FLOAT32; ++r)
       c->want[k][r] = (double)(float)c->want[k][r];
   }
@@ -196,7 +197,7 @@ static void check_output(const norm_case *c, int output, const buffer_t *got) {
   }
 }
 
-/* Calls kernel over [0, n): in one range; item by item, from the last to the first; or in two
+/* Calls the kernel over [0, n): in one range, item by item from the last to the first, or in two
  * ranges, the second first. */
 enum { WHOLE, REVERSED, TWO, WAYS };
 static void split(void (*kernel)(int64_t, int64_t, void *), int64_t n, void *args, int way) {
@@ -239,7 +240,7 @@ static void run_forward(const norm_case *c, const buffer_t *in, int way, const b
   buffer_free(&weight), buffer_free(&bias);
 }
 
-/* Gradients that are not needed are NULL. */
+/* Runs backward. Gradients that are not wanted are NULL. */
 static void run_backward(const norm_case *c, const buffer_t *in, int way, const int *wanted,
                          const buffer_t *out) {
   buffer_t weight = widen(c, in, WEIGHT, way), statistics[2];
@@ -286,9 +287,8 @@ static void new_outputs(const norm_case *c, buffer_t *out) {
   }
 }
 
-/* Runs forward, then backward for every set of gradients. If the stores are streamed, most sets run
- * at one of the offsets only; forward and the set of all gradients run at every offset. Returns a
- * hash of all results. */
+/* Runs forward, then backward for every set of gradients. If stores are streamed, only forward and
+ * the set of all gradients run at every offset. Returns a hash of all results. */
 static uint64_t run_case(const norm_case *c) {
   const int forms = c->centered ? 8 : 4;
   uint64_t hash = 0;
@@ -316,7 +316,7 @@ static uint64_t run_case(const norm_case *c) {
 void test_norm_sizes(uint32_t step) {
   static const int64_t rows[] = {0, 1, 2, 3, 65},
                        cols[] = {0, 1, 31, 32, 33, 63, 1023, 1024, 1025, 4097};
-  const int sanitized = step > 1000; /* each row and each width in another shape, too */
+  const int sanitized = step > 1000; /* leaves out large shapes, but no row count or width */
   int variant = 0;
   for (int r = 0; r < 5; ++r) {
     for (int k = 0; k < 10; ++k) {
@@ -338,7 +338,8 @@ void test_norm_sizes(uint32_t step) {
   }
 }
 
-/* Rows for which a careless variance fails: `at` +- spread, with the first `far` columns at 0. */
+/* Rows for which a simple variance is inaccurate: `at` +- spread, with the first `far` columns
+ * 0. */
 void test_norm_hostile(uint32_t step) {
   static const struct {
     double at, spread;
@@ -361,12 +362,13 @@ void test_norm_hostile(uint32_t step) {
       }
       c.eps = rows[i / 2].eps;
       if (dtype == DTYPE_FLOAT16 && rows[i / 2].spread < 1e-9 && c.eps == 0)
-        c.eps = 1; /* all are 0 */
+        c.eps = 1; /* all elements are 0 */
       set_wants(&c);
       hash = 31 * hash + run_case(&c);
       free_case(&c);
     }
-    for (int i = 0; i < 12; ++i) { /* NaN and infinity affect all of their row, and no other row */
+    /* NaN and infinity must affect their whole row, and no other row */
+    for (int i = 0; i < 12; ++i) {
       norm_case c = new_case(2, 67, (dtype_t)dtype, i % 2, 0);
       set_element(c.dtype, c.in[X], (const int64_t[]){0, 31, 66}[i / 4],
                   i / 2 % 2 ? (double)NAN : -(double)INFINITY);
@@ -406,8 +408,8 @@ static uint64_t check_ranges(const norm_case *c) {
   return hash;
 }
 
-/* One row of forward alone writes nothing else, and no statistics if they are NULL. An empty range
- * writes nothing. */
+/* Checks that one row of forward alone writes nothing else, and no statistics if they are NULL. An
+ * empty range must write nothing. */
 static void check_alone(const norm_case *c) {
   buffer_t in[INPUTS], out[2][OUTPUTS], wide[2];
   new_inputs(c, in), new_outputs(c, out[0]), new_outputs(c, out[1]);
@@ -439,14 +441,14 @@ static void check_alone(const norm_case *c) {
   for (int k = 0; k < 2; ++k) buffer_free(&wide[k]);
 }
 
-/* Many rows of one number. A column summed in float alone, a part of the rows at a time, would have
- * a larger error. */
+/* Many rows of equal elements. Summing the columns of a part only in float would have a larger
+ * error. */
 static void check_long_columns(void) {
   norm_case c = new_case(1 << 17, 2, DTYPE_FLOAT32, 1, 0);
   for (int64_t i = 0; i < 2 * c.rows; ++i)
     ((float *)c.in[X])[i] = i % 2 ? 2 : 0, ((float *)c.in[GRAD_OUT])[i] = 4.0f / 3;
   set_wants(&c);
-  /* The sum of 64 equal terms is a few roundings off, a sum of some hundreds a few hundred. */
+  /* The sum of 64 equal terms is off by a few roundings, a sum of hundreds by hundreds. */
   for (int k = 0; k < 2; ++k) {
     c.slack[GRAD_BIAS][k] = c.slack[GRAD_WEIGHT][k] = 24 * 0x1p-24 * fabs(c.want[GRAD_BIAS][k]);
   }
@@ -454,7 +456,7 @@ static void check_long_columns(void) {
   free_case(&c);
 }
 
-/* One long row of one number. Lanes summed in float to the end would have a larger error. */
+/* One long row of equal elements. Summing its lanes only in float would have a larger error. */
 static void check_long_row(void) {
   norm_case c = new_case(1, 1 << 18, DTYPE_FLOAT32, 0, 0);
   for (int64_t i = 0; i < c.cols; ++i) ((float *)c.in[X])[i] = 4.0f / 3;
@@ -465,7 +467,7 @@ static void check_long_row(void) {
 
 void test_norm_ranges(uint32_t step) {
   static const int64_t shapes[][2] = {{150, 1024}, {4000, 33}, {70, 5001}, {3, 40001}};
-  const int sanitized = step > 1000; /* slow, and not there for the last digit */
+  const int sanitized = step > 1000; /* sanitizers are slow, and do not test the last digit */
   for (int kind = 0; kind < 2 * DTYPES; ++kind) {
     for (int s = 0; s < (sanitized ? 1 : 4); ++s) {
       norm_case c = new_case(shapes[s][0], shapes[s][1], (dtype_t)(kind / 2), kind % 2, s);

@@ -1,4 +1,4 @@
-/* Compares each fused norm with the same computation by separate kernels. With p = 0.5 dropout
+/* Compares each fused norm with the same computation by separate kernels. With p = 0.5, dropout
  * scales kept elements by 2, which is exact, so both must give the same bits. There are two
  * exceptions. In 16-bit types only the separate kernels round the norm's grad_x before grad_sum is
  * added. Small float16 numbers may differ in the last bit (see same()). */
@@ -9,7 +9,7 @@
 typedef struct {
   int64_t rows, cols;
   dtype_t dtype;
-  int centered, add, drop, offset; /* offset: of every buffer, in elements past 64 bytes */
+  int centered, add, drop, offset; /* buffers begin `offset` elements past 64 bytes */
   int64_t seed;
 } fused_case;
 
@@ -126,8 +126,8 @@ static void run_composed(const fused_case *c, const buffer_t *in, void *const *w
   buffer_free(&dropped);
 }
 
-/* 1 if a and b have the same bits. float16 numbers below 2^-14 are subnormal: rounding before the
- * doubling loses one bit more than rounding after it. So these may differ by 2^-24. */
+/* Returns 1 if a and b have the same bits. float16 numbers below 2^-14 are subnormal. Rounding them
+ * before the doubling loses one bit more than rounding after it, so these may differ by 2^-24. */
 static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
   if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y))
     return memcmp(a->data, b->data, a->bytes) == 0;
@@ -146,7 +146,7 @@ static void check_outputs(const fused_case *c, const buffer_t *got, const buffer
     if (k == GRAD_X && c->add && size_of(c) == 2) {
       for (int64_t i = 0; i < c->rows * c->cols; ++i) {
         const double a = element(c->dtype, got[k].data, i), b = element(c->dtype, want[k].data, i);
-        /* The composition rounds the norm's gradient; both round the sum. */
+        /* The separate kernels also round the norm's gradient. Both round the sum. */
         CHECK(fabs(a - b) <= 2 * unit_at(&formats[c->dtype], 8),
               "fused norm: grad_x %lld is %a, not %a", (long long)i, a, b);
       }
@@ -200,9 +200,9 @@ static uint64_t run_case(const fused_case *c) {
   return hash;
 }
 
-/* The add ops with and without dropout, and dropout of y. The widths give every alignment of a
- * row's first element, and masks of one row made at once, of two, and of more than a state holds
- * (common/cpu/philox.h). */
+/* Tests the ops with a residual, with and without dropout, and dropout of y. The widths give every
+ * alignment of a row's first element, and masks of one row, of two, and of more than a state
+ * holds. */
 void test_norm_fused(uint32_t step) {
   static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},   {5, 66},
                                       {9, 1023}, {4, 1024}, {3, 1026}, {2, 4100},
@@ -219,8 +219,8 @@ void test_norm_fused(uint32_t step) {
                       forms[i / 2 % 3][1],
                       0,
                       0x0123456789abcdef + i};
-      if (!c.add && !c.centered) continue;         /* no op drops rms_norm's y */
-      if (step > 1000 && c.cols > 16384) continue; /* minutes under sanitizers */
+      if (!c.add && !c.centered) continue;         /* no op applies dropout to rms_norm's y */
+      if (step > 1000 && c.cols > 16384) continue; /* takes minutes under sanitizers */
       hash = 31 * hash + run_case(&c);
       should_stream = 1;
       for (c.offset = 0; c.offset < OFFSETS; ++c.offset) run_case(&c);

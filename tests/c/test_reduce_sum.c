@@ -1,5 +1,5 @@
-/* reduce_sum: one pass over shapes around the block and the tile, whole and in chunks; guards,
- * offsets, and how work is split. */
+/* Tests one pass of reduce_sum: shapes around the block and the tile, whole and in chunks; guards,
+ * offsets, and splits of the work. */
 #include "check.h"
 #include "reduce_sum/reduce_sum.h"
 
@@ -16,8 +16,8 @@ static size_t out_bytes(const sum_case *c) {
   return (size_t)outputs(c) * formats[c->out_dtype].size;
 }
 
-/* chunk = 0: no chunks. The case owns x. Exact data needs no slack. Otherwise a few dozen terms are
- * added in float; no sum exceeds the sum of the terms' magnitudes. */
+/* Makes a case, which owns x. chunk = 0 means no chunks. Exact data needs no slack. Otherwise a few
+ * dozen terms are added in float, and no partial sum exceeds the sum of the terms' magnitudes. */
 static sum_case new_case(int64_t outer, int64_t reduce, int64_t inner, int64_t chunk, dtype_t dtype,
                          dtype_t out_dtype, void *x, int exact) {
   const int64_t rows = chunk    ? chunk
@@ -84,7 +84,7 @@ void test_reduce_sum_sizes(uint32_t step) {
     for (int r = 0; r < 9; ++r) {
       for (int i = 0; i < 16; ++i) {
         const int64_t numel = outers[o] * reduces[r] * inners[i];
-        if (numel > 70000) continue; /* wide and long at once tests nothing new */
+        if (numel > 70000) continue; /* shapes that are both wide and long test nothing new */
         for (int k = 0; k < 16; ++k, ++offset) {
           const dtype_t dtype = (dtype_t)(k % 4), out_dtype = offset % 2 ? DTYPE_FLOAT64 : dtype;
           if (chunks[k / 4] > 0 && reduces[r] == 0) continue;
@@ -102,7 +102,7 @@ void test_reduce_sum_sizes(uint32_t step) {
   }
 }
 
-/* One range, item by item from the last on, and three ranges give the same bits. */
+/* One range, single items from the last on, and three ranges must give the same bits. */
 static uint64_t check_ranges(const sum_case *c) {
   buffer_t out[3];
   const int64_t n = items(c);
@@ -117,7 +117,7 @@ static uint64_t check_ranges(const sum_case *c) {
     buffer_check(&out[way], out[0].data, "reduce_sum, split");
   }
   check_output(c, &out[0]);
-  if (c->inner == 1) { /* an item is one element of out: it writes nothing else */
+  if (c->inner == 1) { /* a work item is one element of out, and must write nothing else */
     buffer_t alone = buffer_new(out_bytes(c), 0);
     reduce_sum_args args = args_of(c, c->x, alone.data);
     const size_t size = formats[c->out_dtype].size;
@@ -147,8 +147,8 @@ void test_reduce_sum_ranges(uint32_t step) {
       free_case(&c);
     }
   }
-  /* Three million times 4/3. A running sum in float, even in 32 lanes, would be off by a
-   * thousandth. */
+  /* Sums three million times 4/3. A running sum in float, even in 32 lanes, would be off by 0.1
+   * %. */
   const int64_t n = 3 << 20;
   for (int64_t inner = 1; inner <= 2; ++inner) {
     float *x = malloc((size_t)n * sizeof *x);

@@ -1,5 +1,5 @@
-/* rotary_embedding: widths around the block, both layouts and directions, factors of either type,
- * offsets, streaming, and how rows are split. */
+/* Tests rotary_embedding: widths around the block, both layouts and directions, factors of either
+ * type, offsets, streaming, and splits of the rows. */
 #include "check.h"
 #include "rotary_embedding/rotary_embedding.h"
 
@@ -10,7 +10,7 @@ typedef struct {
   int64_t cols, rotated;
   dtype_t dtype;
   int wide, interleaved, transposed, heads_inside;
-  void *x[TENSORS], *cos, *sin; /* of a batch each */
+  void *x[TENSORS], *cos, *sin; /* of one batch each */
 } rotary_case;
 
 static int64_t numel(const rotary_case *c, int tensor) {
@@ -49,7 +49,7 @@ static void free_case(rotary_case *c) {
   free(c->cos), free(c->sin);
 }
 
-/* Element `column` of the row at x whose token has its factors from number `factors` on. */
+/* Checks element `column` of the row at `row`. The factors of its token begin at `factors`. */
 static void check_element(const rotary_case *c, int tensor, int64_t row, int64_t factors,
                           int64_t column, double got) {
   double want = element(c->dtype, c->x[tensor], row + column), slack = 0;
@@ -63,7 +63,7 @@ static void check_element(const rotary_case *c, int tensor, int64_t row, int64_t
     const double b = sign * element(factor_dtype(c), c->sin, sin_at) *
                      element(c->dtype, c->x[tensor], row + other);
     want = a + b;
-    slack = 2 * rounding(c->dtype) * (fabs(a) + fabs(b)); /* two products and a sum */
+    slack = 2 * rounding(c->dtype) * (fabs(a) + fabs(b)); /* for two products and a sum */
   }
   CHECK(close_to(c->dtype, got, want, slack),
         "rotary_embedding %s (%lld, %lld) wide %d interleaved %d transposed %d: column %lld is %a, "
@@ -84,7 +84,8 @@ static void check_tensor(const rotary_case *c, int tensor, const void *y) {
   }
 }
 
-/* All rows; one by one, from the last to the first; or in two ranges, across q's last row. */
+/* Runs all rows at once, or one by one from the last to the first, or in two ranges. The second
+ * range begins before q's last row. */
 enum { WHOLE, REVERSED, TWO, WAYS };
 static void split(rotary_embedding_args *args, int way) {
   const int64_t rows = rotary_rows(args, 0) + rotary_rows(args, 1),
@@ -94,7 +95,8 @@ static void split(rotary_embedding_args *args, int way) {
   if (way == TWO) rotary_embedding_cpu(middle, rows, args), rotary_embedding_cpu(0, middle, args);
 }
 
-/* Every buffer begins `offset` elements past a multiple of 64 bytes. Returns a hash of the bits. */
+/* Runs a case with buffers `offset` elements past a multiple of 64 bytes. Returns a hash of the
+ * results. */
 static uint64_t run_case(const rotary_case *c, int offset, int way) {
   const size_t size = formats[c->dtype].size, at = (size_t)offset * size;
   buffer_t cos =

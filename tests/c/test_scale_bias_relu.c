@@ -1,5 +1,5 @@
-/* scale_bias_relu: sizes below, at and above a block, a tile and a part; guards, offsets,
- * streaming, and how work is split. */
+/* Tests scale_bias_relu: sizes below, at and above a block, a tile and a part; guards, offsets,
+ * streaming, and splits of the work. */
 #include "check.h"
 #include "scale_bias_relu/scale_bias_relu.h"
 
@@ -22,10 +22,10 @@ static size_t bytes_of(const sbr_case *c, int output) {
   return (size_t)count(c, output) * formats[c->dtype].size;
 }
 
-/* Exact data needs no slack: products, sums and the lanes' sums over rows are all exact in float.
- * Random data has an error of a rounding or two per element. If scale * x + bias is nearly 0,
- * rounding may flip the mask. A sum of at most 64 rows in float is 64 roundings off, relative to
- * the sum of the terms' magnitudes. */
+/* Computes the expected results. Exact data needs no slack, because products and sums are all exact
+ * in float. Random data has an error of one or two roundings per element. If scale * x + bias is
+ * nearly 0, rounding may flip the mask. A sum of at most 64 rows in float is off by at most 64
+ * roundings, relative to the sum of the terms' magnitudes. */
 static void set_wants(sbr_case *c, int exact) {
   const double unit = exact ? 0 : rounding(c->dtype);
   for (int k = 0; k < OUTPUTS; ++k)
@@ -52,7 +52,7 @@ static sbr_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int exact) {
   c.grad_out =
       exact ? random_exact(dtype, rows * cols, 2) : random_elements(dtype, rows * cols, 3, 0, 2);
   c.bias = exact ? random_exact(dtype, cols, 3) : random_elements(dtype, cols, 3, 0, 3);
-  /* NaN and infinities, some of which propagate; relu removes the others. */
+  /* Sets some elements to NaN and infinity, of which some propagate. relu removes the others. */
   if (exact && rows > 1) {
     set_element(dtype, c.x, 0, (double)NAN);
     set_element(dtype, c.grad_out, (rows / 2) * cols, (double)NAN);
@@ -80,7 +80,7 @@ static void check_output(const sbr_case *c, int output, const buffer_t *got) {
   }
 }
 
-/* Calls kernel over [0, n): in one range; item by item, from the last to the first; or in two
+/* Calls the kernel over [0, n): in one range, item by item from the last to the first, or in two
  * ranges, the second first. */
 enum { WHOLE, REVERSED, TWO, WAYS };
 static void split(void (*kernel)(int64_t, int64_t, void *), int64_t n, void *args, int way) {
@@ -95,7 +95,7 @@ static void run_forward(const sbr_case *c, const buffer_t *in, int way, buffer_t
   split(scale_bias_relu_forward_cpu, ceil_div(c->rows * c->cols, CHUNK), &args, way);
 }
 
-/* grad_x or grad_bias may be NULL: it is not computed. */
+/* Runs backward. grad_x or grad_bias may be NULL, if it is not wanted. */
 static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_t *grad_x,
                          buffer_t *grad_bias) {
   const int64_t tiles = column_sums_tiles(c->cols), parts = column_sums_parts(c->rows, c->cols);
@@ -118,8 +118,7 @@ static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_
   buffer_free(&partial);
 }
 
-/* Forward and the three forms of backward. Every buffer begins `offset` elements past a multiple of
- * 64 bytes. */
+/* Runs forward and the three forms of backward, with buffers `offset` elements past 64 bytes. */
 static void run_case(const sbr_case *c, int offset) {
   const size_t at = (size_t)offset * formats[c->dtype].size;
   const void *const data[3] = {c->x, c->grad_out, c->bias};
@@ -144,7 +143,7 @@ static void run_case(const sbr_case *c, int offset) {
 void test_scale_bias_relu_sizes(uint32_t step) {
   static const int64_t rows[] = {0, 1, 33, 65},
                        cols[] = {1, 31, 32, 33, 1023, 1025, 2047, 2048, 2049, 3584};
-  const int sanitized = step > 1000; /* each row and each width in another shape, too */
+  const int sanitized = step > 1000; /* leaves out large shapes, but no row count or width */
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
     for (int r = 0; r < 4; ++r) {
       for (int k = 0; k < 10; ++k) {
@@ -178,7 +177,7 @@ static uint64_t check_ranges(const sbr_case *c) {
       hash = hash_elements(hash, c->dtype, out[way][k].data, count(c, k));
     }
   }
-  /* One chunk of forward alone writes nothing else. */
+  /* One chunk of forward alone must write nothing else. */
   const size_t chunk = CHUNK * formats[c->dtype].size;
   buffer_t alone = buffer_new(bytes_of(c, Y), 0);
   scale_bias_relu_forward_args args = {c->x,    c->bias, alone.data, c->scale,
@@ -193,15 +192,15 @@ static uint64_t check_ranges(const sbr_case *c) {
   return hash;
 }
 
-/* Many rows of one number. A column summed in float alone, a part of the rows at a time, would have
- * a larger error. */
+/* Many rows of equal elements. Summing the columns of a part only in float would have a larger
+ * error. */
 static void check_long_columns(void) {
   sbr_case c = new_case(1 << 18, 1, DTYPE_FLOAT32, 0);
   for (int64_t i = 0; i < c.rows; ++i) ((float *)c.x)[i] = 1, ((float *)c.grad_out)[i] = 4.0f / 3;
   ((float *)c.bias)[0] = 1;
   for (int k = 0; k < OUTPUTS; ++k) free(c.want[k]), free(c.slack[k]);
   set_wants(&c, 0);
-  /* Errors of equal terms partly cancel: the sum of 64 is a few roundings off, of a thousand
+  /* Errors of equal terms partly cancel: a sum of 64 is off by a few roundings, one of 1000 by
    * many. */
   c.slack[GRAD_BIAS][0] /= 32;
   run_case(&c, 0);

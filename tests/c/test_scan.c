@@ -1,6 +1,6 @@
-/* cumsum, logcumsumexp and linear_recurrence: lengths around the block and around the length that
- * is scanned element by element, rows and columns, both directions, streaming, guards; and lines of
- * several parts, in one go and part by part. */
+/* Tests cumsum, logcumsumexp and linear_recurrence: lengths around the block and around the length
+ * up to which rows are scanned element by element, rows and columns, both directions, streaming,
+ * guards, and lines of several parts, in one go and part by part. */
 #include "check.h"
 #include "scan/scan.h"
 
@@ -9,14 +9,14 @@ static const char *const op_names[OPS] = {"cumsum", "logcumsumexp", "linear_recu
                                           "linear_recurrence_backward"};
 enum { INPUTS = 3, RESULTS = 2 };
 
-/* option: cumsum is exclusive; of linear_recurrence a is the same for all lines, and there is an
- * h0. */
+/* With `option` cumsum is exclusive. In linear_recurrence, all lines then share a, and h0 is
+ * given. */
 typedef struct {
   int op;
   int64_t outer, length, inner;
   dtype_t dtype;
   int is_reverse, option;
-  void *inputs[INPUTS]; /* x; or a, b; or a, grad_h, h. (outer, length, inner) */
+  void *inputs[INPUTS]; /* x; or a and b; or a, grad_h and h; each (outer, length, inner) */
   void *h0;             /* (outer, inner) */
 } scan_case;
 
@@ -28,7 +28,7 @@ static int inputs_of(const scan_case *c) {
 static int results_of(const scan_case *c) { return c->op == RECURRENCE_BACKWARD ? 2 : 1; }
 static int has_h0(const scan_case *c) { return c->op >= RECURRENCE && c->option; }
 
-/* Step k of a line, in the order of the scan. */
+/* Returns the index of step k of a line, in the order of the scan. */
 static int64_t at(const scan_case *c, int64_t line, int64_t k) {
   const int64_t step = c->is_reverse ? c->length - 1 - k : k;
   return (line / c->inner * c->length + step) * c->inner + line % c->inner;
@@ -66,7 +66,7 @@ static void check(const scan_case *c, const void *results, int64_t i, double wan
         (long long)c->inner, c->is_reverse, c->option, (long long)i, got, want, slack);
 }
 
-/* Sums of these numbers are exact. */
+/* The sums of these numbers are exact, so no slack is needed. */
 static void check_cumsum(const scan_case *c, int64_t line, void *const *results) {
   double sum = 0;
   for (int64_t k = 0; k < c->length; ++k) {
@@ -130,7 +130,7 @@ static scan_output output_view(const scan_case *c, void *data, int64_t index) {
   return (scan_output){(void *)(uintptr_t)view.data, view.outer, view.step, view.inner, index};
 }
 
-/* A jump of the stride `outer` at every outer index in place of the stride. */
+/* Replaces the stride `outer` by a jump of the same distance at every outer index. */
 static void to_jump(scan_jump *jump, int64_t *outer, int64_t index) {
   jump->by[index] = *outer;
   *outer = 0;
@@ -138,8 +138,8 @@ static void to_jump(scan_jump *jump, int64_t *outer, int64_t index) {
 
 typedef void (*range_fn)(int64_t begin, int64_t end, void *args);
 
-/* The items of a plan: all in one range, or one by one, from the last to the first. With parts, the
- * totals of all parts come first. */
+/* Runs the work items of a plan in one range, or one by one from the last to the first. With
+ * several parts, the totals of all parts are computed first. */
 static void run_plan(const scan_case *c, void *args, const scan_shape *shape, int one_by_one) {
   static const range_fn kernels[OPS] = {cumsum_cpu, logcumsumexp_cpu, linear_recurrence_cpu,
                                         linear_recurrence_backward_cpu};
@@ -157,8 +157,8 @@ static void run_plan(const scan_case *c, void *args, const scan_shape *shape, in
   for (int64_t i = items - 1; i >= 0; --i) kernels[c->op](i, i + 1, args);
 }
 
-/* Every buffer begins `offset` elements past a multiple of 64 bytes. Items one by one have outer
- * indices with jumps. Returns a hash of the bits. */
+/* Runs one case with buffers that begin `offset` elements past a multiple of 64 bytes. If items run
+ * one by one, outer indices have jumps. Returns a hash of the results. */
 static uint64_t run_case(const scan_case *c, int offset, int64_t width, int64_t parts,
                          int one_by_one) {
   const size_t size = formats[c->dtype].size, at_byte = (size_t)offset * size;
@@ -242,7 +242,7 @@ void test_scan_sizes(uint32_t step) {
   }
 }
 
-/* Lines of three parts: one item scans a line, or an item each part. */
+/* Tests lines of three parts. One work item scans a whole line, or each part is a work item. */
 void test_scan_parts(uint32_t step) {
   static const int64_t inner[] = {1, 9};
   const int64_t length = 2 * SCAN_PART + 33;

@@ -1,5 +1,6 @@
-/* softmax and log_softmax: shapes around the block, the chunk and the tile, against a reference in
- * double; in place, streaming, guards, hostile rows, and how work is split. */
+/* Tests softmax and log_softmax against a reference in double: shapes around the block, the chunk
+ * and the tile; in place, streaming, guards, rows with NaN and infinities, and splits of the
+ * work. */
 #include "check.h"
 #include "softmax/softmax.h"
 
@@ -7,27 +8,27 @@ typedef struct {
   int64_t outer, cols, inner;
   dtype_t dtype;
   int is_log;
-  int offset;             /* of every buffer: elements past a multiple of 64 bytes */
-  void *x, *grad_out, *y; /* y: what backward gets */
+  int offset;             /* elements that every buffer begins past a multiple of 64 bytes */
+  void *x, *grad_out, *y; /* y is the argument of backward */
   double *want_y, *slack_y, *want_grad, *slack_grad;
 } softmax_case;
 
 static int64_t count(const softmax_case *c) { return c->outer * c->cols * c->inner; }
 static size_t bytes_of(const softmax_case *c) { return (size_t)count(c) * formats[c->dtype].size; }
 
-/* Element (o, column, i). */
+/* Returns the index of element (o, column, i), where row is o * inner + i. */
 static int64_t at(const softmax_case *c, int64_t row, int64_t column) {
   return (row / c->inner * c->cols + column) * c->inner + row % c->inner;
 }
 
-/* The number of roundings of a sum: one per column of a lane, and one per chunk that raises the
+/* Returns the roundings in a sum: one per column of a lane, and one per chunk that raises the
  * maximum. */
 static double roundings(const softmax_case *c) {
   const double lane = (double)ceil_div(c->cols, 32);
   return c->inner > 1 ? 40 + 4 * lane : (lane < 256 ? lane : 256) + 8;
 }
 
-/* The error of exp where a result has 16 bits, or is a term of a sum. */
+/* Returns the error of exp, if the result has 16 bits or is a term of a sum. */
 static double exp_error(dtype_t dtype) {
   return dtype == DTYPE_FLOAT64 ? 0 : dtype == DTYPE_FLOAT32 ? 0x1p-22 : 0x1p-18;
 }
@@ -121,7 +122,7 @@ static void backward(const softmax_case *c, int64_t begin, int64_t end, const vo
   softmax_backward_cpu(begin, end, &args);
 }
 
-/* Results with plain stores, with streamed ones and in place are the same. Returns their hash. */
+/* Checks that plain, streamed and in-place stores give the same bits. Returns their hash. */
 static uint64_t run_case(const softmax_case *c) {
   const size_t size = formats[c->dtype].size, bytes = bytes_of(c),
                offset = (size_t)c->offset * size;
@@ -179,7 +180,8 @@ void test_softmax_sizes(uint32_t step) {
   }
 }
 
-/* -inf is 0; a row of -inf, +inf or NaN anywhere give NaN; large values do not matter. */
+/* -inf must give 0. A row of -inf, or a +inf or NaN, must give NaN. Large values must not
+ * matter. */
 void test_softmax_hostile(uint32_t step) {
   static const int64_t shapes[][3] = {
       {8, 7, 1}, {8, 100, 1}, {8, 9000, 1}, {1, 70, 8}, {1, 40, 40}};
@@ -191,7 +193,7 @@ void test_softmax_hostile(uint32_t step) {
       softmax_case c =
           new_case(shapes[s][0], cols, shapes[s][2], (dtype_t)(k % DTYPES), k / DTYPES, 4);
       for (int64_t row = 0; row < 8; ++row) {
-        /* One element near the end, or the first half, or all. */
+        /* Sets one element near the end, or the first half, or all elements. */
         const int64_t begin = row < 4 ? cols - 2 : 0, end = row < 4    ? cols - 1
                                                             : row == 6 ? cols
                                                                        : cols / 2;
@@ -205,7 +207,7 @@ void test_softmax_hostile(uint32_t step) {
   }
 }
 
-/* One range, item by item from the last on, and two ranges give the same bits. */
+/* One range, single items from the last on, and two ranges must give the same bits. */
 void test_softmax_ranges(uint32_t step) {
   static const int64_t shapes[][3] = {{7, 1000, 1}, {3, 20001, 1}, {3, 100, 300}, {40, 24, 3}};
   (void)step;

@@ -1,11 +1,11 @@
-/* tests <name> [step]: runs one test, at the instruction set that EXTENSION_CPP_CPU_LEVEL names.
- * Exits with 0 if it passes. Lines that begin with "bits" hold hashes of results, which are equal
- * at all instruction sets with FMA. */
+/* Usage: tests <name> [step]. Runs one test, at the instruction set that EXTENSION_CPP_CPU_LEVEL
+ * names, and exits with 0 if it passes. Lines that begin with "bits" are hashes of results. They
+ * must be equal for all instruction sets with FMA. */
 #include "check.h"
 #include "common/cpu/level.h"
 
-/* tests/test_c.py builds common/cpu/level.c with its cpu_should_stream renamed, so that small data
- * can be streamed too. */
+/* tests/test_c.py builds common/cpu/level.c with its cpu_should_stream renamed to this. The tests
+ * define their own below, so that small data can be streamed, too. */
 int real_cpu_should_stream(int64_t bytes);
 
 int should_stream = 0;
@@ -24,8 +24,8 @@ static void test_level(uint32_t step) {
   printf("%s\n", cpu_level_name(cpu_level()));
 }
 
-/* Whether the library would stream the results of a kernel that touches so many KiB, and one byte
- * more. */
+/* Prints whether the library would stream the results of a kernel that reads and writes this many
+ * KiB, and of one that reads and writes one byte more. */
 static void test_streams(uint32_t kib) {
   const int64_t bytes = (int64_t)kib << 10;
   printf("%d %d\n", real_cpu_should_stream(bytes), real_cpu_should_stream(bytes + 1));

@@ -1,5 +1,5 @@
-// index_sum as a pybind11 module: out[index[r]] += scale * x[r], and its derivative. docs/port.md
-// ports it. It is written as many extensions are, mistakes included.
+// index_sum as a pybind11 module: out[index[r]] += scale * x[r], and its derivative. It is written
+// as many extensions are, including their mistakes. docs/port.md ports it to this package.
 #include <ATen/Parallel.h>
 #include <torch/extension.h>
 

@@ -1,4 +1,5 @@
-// The kernels of index_sum: one thread for each element, and atomics where rows meet.
+// The CUDA kernels of index_sum. There is one thread for each element. Forward uses atomics,
+// because several rows may have the same index.
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/extension.h>

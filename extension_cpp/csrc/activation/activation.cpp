@@ -1,5 +1,4 @@
-// silu and gelu: schemas, checks, allocation and registration. The kernels' contract is in
-// activation.h.
+// silu and gelu: schemas, checks, allocation and registration. activation.h has the formulas.
 #include "activation/activation.h"
 
 #include "common/shim/op.h"
@@ -73,8 +72,8 @@ static Tensor gelu_double_backward(const Tensor &grad_grad_x, const Tensor &grad
   return double_backward("gelu_double_backward", gelu_kind(tanh), grad_grad_x, grad_out, x);
 }
 
-// gelu takes a bool in place of PyTorch's string: in PyTorch 2.10 to 2.11 the stable ABI's string
-// argument leaks the string at every call.
+// gelu takes a bool in place of PyTorch's string, because with PyTorch 2.10 and 2.11 the stable ABI
+// leaks a string argument at every call.
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   DEF_WITH_NO_GRAD(m, "silu(Tensor x) -> Tensor", &silu);
   DEF_WITH_NO_GRAD(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor", &silu_backward);

@@ -5,8 +5,9 @@
  * activation_forward: y[i] = f(x[i]), where f is one of these
  * activation_backward: grad_x[i] = grad_out[i] f'(x[i])
  * activation_double_backward: grad_x[i] = grad_grad_x[i] grad_out[i] f''(x[i])
- *   every pointer  (numel), dense, all of one type and one element order, no overlap
- * numel = 0 writes nothing. NaN propagates; f(-inf) is NaN, as in PyTorch. Deterministic.
+ *   every pointer  (numel), dense, all of one dtype and one order of elements, no overlap
+ * With numel = 0 nothing is written. NaN propagates. f(-inf) is NaN, as in PyTorch. Results are
+ * deterministic.
  *
  * With S = s(1 - s), and phi(x) = exp(-x^2 / 2) / sqrt(2 pi):
  *   silu' = s + x S                  silu'' = S (2 + x (1 - 2 s))
@@ -53,12 +54,12 @@ typedef struct {
   dtype_t dtype;
 } activation_double_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
 void activation_forward_cpu(int64_t begin, int64_t end, void *args);
 void activation_backward_cpu(int64_t begin, int64_t end, void *args);
 void activation_double_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
 int activation_forward_cuda(const activation_forward_args *args, void *stream);
 int activation_backward_cuda(const activation_backward_args *args, void *stream);
 int activation_double_backward_cuda(const activation_double_backward_args *args, void *stream);

@@ -4,17 +4,17 @@
 
 #define SQRT_HALF 0.70710678118654752
 #define INV_SQRT_2PI 0.39894228040143268
-/* u = TANH_C x + TANH_D x^3 */
+/* the factors in u = TANH_C x + TANH_D x^3 */
 #define TANH_C 1.5957691216057308
 #define TANH_D 0.071354816272600249
-/* u and u' use this number in place of a larger x^2, so that no finite x overflows. s(u) is 0 or 1
- * there, to the last bit of every type. */
+/* u and u' are computed with min(x^2, TANH_SQUARE), so that no finite x overflows. For a larger
+ * x^2, s(u) is exactly 0 or 1 in every dtype. */
 #define TANH_SQUARE 1600
 
-/* erfc(z / sqrt 2) / 2 = exp(-z^2 / 2) t G(t), t = 1 / (z + shift), 0 <= z <= 15. G lies between
- * 0.4 and 2. A polynomial in t approximates it: Sollya's fpminimax minimises its relative error
- * (scripts/erfc_polynomial.sollya). The error is 2^-26.7 with degree 9, and 2^-17.7 with degree 5,
- * which 16-bit types use. Coefficients begin with degree 0. */
+/* A polynomial G approximates Phi: erfc(z / sqrt 2) / 2 = exp(-z^2 / 2) t G(t), t = 1 / (z +
+ * shift), for 0 <= z <= 15. G(t) is between 0.4 and 2. Sollya's fpminimax has minimised its
+ * relative error (scripts/erfc_polynomial.sollya), which is 2^-26.7 with degree 9. 16-bit types use
+ * degree 5, with 2^-17.7. The coefficients begin with that of degree 0. */
 #define ERFC_SHIFT 4.0f
 #define ERFC_COEFFICIENTS                                                                    \
   {                                                                                          \

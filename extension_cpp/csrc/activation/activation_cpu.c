@@ -1,5 +1,4 @@
-/* silu and gelu on the CPU: flat over the elements, one block at a time. The arithmetic is in
- * activation_cpu_math.h. */
+/* silu and gelu on the CPU, in blocks of elements. The arithmetic is in activation_cpu_math.h. */
 #include "activation/activation_cpu.h"
 
 #define KERNEL_BODY "activation/activation_cpu_kernel.h"

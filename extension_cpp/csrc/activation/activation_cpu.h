@@ -1,4 +1,4 @@
-/* What activation_cpu_math.h needs. That file is compiled once per element type, this one once. */
+/* The part of activation_cpu_math.h that does not depend on the element type. */
 #ifndef EXTENSION_CPP_ACTIVATION_CPU_H
 #define EXTENSION_CPP_ACTIVATION_CPU_H
 
@@ -9,26 +9,26 @@
 #include "common/cpu/long_chains.h"
 #include "common/cpu/math.h"
 
-/* exp(u) is 0 for this u, in float and in double. It takes the place of a lower u, for which the
- * scaled exp may not be valid. */
+/* exp(u) is 0 for this u in float and in double. It replaces smaller u, for which the scaled exp
+ * may not be valid. */
 #define LOGISTIC_ZERO(u) _Generic((u), float : logistic_zero_float, double : -750.0)
-/* The same for exp(-z^2 / 2). */
+/* exp(-z^2 / 2) is 0 for this z, which replaces smaller z. */
 #define GELU_ZERO(z) _Generic((z), float : gelu_zero_float, double : -39.0)
 
 #define ABS(x) _Generic((x), float : __builtin_fabsf, double : __builtin_fabs)(x)
-/* -|x|: gcc makes two instructions of -fabsf(x). */
+/* Returns -|x|. gcc would compile -fabsf(x) to two instructions. */
 ALWAYS_INLINE float minus_abs_float(float x) { return bits_float(float_bits(x) | 0x80000000u); }
 ALWAYS_INLINE double minus_abs_double(double x) { return -__builtin_fabs(x); }
 #define MINUS_ABS(x) _Generic((x), float : minus_abs_float, double : minus_abs_double)(x)
-/* NaN stays NaN. */
+/* Returns at least `limit`, but NaN if x is NaN. */
 #define AT_LEAST(x, limit) ((x) < (limit) ? (limit) : (x))
-/* The sign bit, which a blend needs no comparison for. */
+/* Tests the sign bit. A blend instruction can use it without a comparison. */
 ALWAYS_INLINE int is_negative_float(float x) { return (int32_t)float_bits(x) < 0; }
 ALWAYS_INLINE int is_negative_double(double x) { return x < 0; }
 #define IS_NEGATIVE(x) _Generic((x), float : is_negative_float, double : is_negative_double)(x)
 
-/* exp(-z^2 / 2) over EXP_UNSCALE, for -15 <= z <= 15, as exp_scaled_float computes it, but with r
- * twice as large, so that z^2 is not halved. z^2's rounding error is taken into account. */
+/* Returns exp(-z^2 / 2) / EXP_UNSCALE for -15 <= z <= 15. The method is that of exp_scaled_float,
+ * with r twice as large so that z^2 need not be halved. `low` corrects the rounding of z^2. */
 ALWAYS_INLINE float gauss_scaled_float(float z) {
   const float square = z * z, low = fma_float(z, z, -square);
   const float shifted = fma_float(square, -0x1.715476p-1f, 0x1.8p23f + 64);
@@ -48,7 +48,7 @@ ALWAYS_INLINE double gauss_scaled_double(double z) {
 }
 #define GAUSS_SCALED(z) _Generic((z), float : gauss_scaled_float, double : gauss_scaled_double)(z)
 
-/* Calls f(kind, ...) with a constant kind, for functions that are inlined. */
+/* Calls f(kind, ...) with a constant kind, so that inlined functions need not test it. */
 #define DISPATCH_ACTIVATION(kind, f, ...)             \
   switch (kind) {                                     \
     case SILU: f(SILU, __VA_ARGS__); break;           \

@@ -1,5 +1,5 @@
-/* Compiled once per element type by activation_cpu.c (for_each_dtype.h defines T, ACC, NAME,
- * LOAD and STORE). */
+/* CPU kernels of silu and gelu. activation_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
 ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const activation_forward_args *args,

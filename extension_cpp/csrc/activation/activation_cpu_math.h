@@ -1,36 +1,36 @@
-/* The activations and their derivatives on the CPU. Included by files that are compiled once per
- * element type (for_each_dtype.h defines T, ACC and NAME). Formulas: activation.h.
+/* The activations and their derivatives on the CPU. The files that include this one are compiled
+ * once per element type (for_each_dtype.h defines T, ACC and NAME). activation.h has the formulas.
  *
- * A function returns the value and both derivatives; the compiler removes what the caller does not
- * use. The argument of exp is 0 or less, so that exp does not overflow. Both tails keep their
+ * Functions return the value and both derivatives. The compiler removes what the caller does not
+ * use. The argument of exp is never positive, so exp does not overflow. Both tails keep their
  * relative accuracy: for u < 0, s(u) is computed as exp(u) / (1 + exp(u)). */
 
-/* 16-bit results need shorter polynomials. */
+/* 16-bit results need only shorter polynomials. */
 #define HALF (sizeof(T) == 2)
 
 typedef struct {
   ACC value, first, second;
 } NAME(jet_t);
 
-/* exp(x) over EXP_UNSCALE, for a result of type T. */
+/* Returns exp(x) / EXP_UNSCALE for a result of type T. */
 ALWAYS_INLINE ACC NAME(exp_scaled)(ACC x) {
   return HALF ? (ACC)exp_scaled_short_float((float)x) : EXP_SCALED(x);
 }
 
-/* s(u), s (1 - s) and |1 - 2 s|. */
+/* The values s(u), s (1 - s) and |1 - 2 s|. */
 typedef struct {
   ACC value, slope, balance;
 } NAME(logistic_t);
 
 ALWAYS_INLINE NAME(logistic_t) NAME(logistic)(ACC u) {
   const ACC scaled = NAME(exp_scaled)(AT_LEAST(MINUS_ABS(u), LOGISTIC_ZERO(u)));
-  /* The division does not wait for t. */
+  /* This division does not depend on t, so it need not wait for t. */
   const ACC t = scaled * EXP_UNSCALE(u), r = 1 / FMA(scaled, EXP_UNSCALE(u), (ACC)1);
   const ACC small = t * r;
   return (NAME(logistic_t)){IS_NEGATIVE(u) ? small : r, small * r, (1 - t) * r};
 }
 
-/* s(u) alone, in three operations fewer: e / (e + 1), with e the scaled exp(u). */
+/* Returns only s(u), as e / (e + 1) with the scaled exp(u) for e, in three operations fewer. */
 ALWAYS_INLINE float NAME(logistic_float)(float u) {
   const float low = u > logistic_zero_float ? u : logistic_zero_float;
   const float e = NAME(exp_scaled)(low < logistic_one_float ? low : logistic_one_float);
@@ -49,17 +49,17 @@ ALWAYS_INLINE NAME(jet_t) NAME(gelu_tanh)(ACC x) {
   const NAME(logistic_t) s = NAME(logistic)(x * FMA(all, (ACC)TANH_D, (ACC)TANH_C));
   const ACC u1 = FMA(square, (ACC)(3 * TANH_D), (ACC)TANH_C), xu2 = (ACC)(6 * TANH_D) * square;
   const ACC bend = ABS(x) * s.slope * s.balance;
-  /* x s.slope comes first: it is 0 for every x for which x u' would overflow. */
+  /* x is first multiplied by s.slope, which is 0 for every x for which x u' would overflow. */
   return (NAME(jet_t)){x * s.value, FMA(x * s.slope, u1, s.value),
                        s.slope * (2 * u1 + xu2) - bend * (u1 * u1)};
 }
 
-/* Phi(z), where z is 0 or less and gauss is exp(-z^2 / 2) over EXP_UNSCALE. */
+/* Returns Phi(z) for z <= 0. `gauss` is exp(-z^2 / 2) / EXP_UNSCALE. */
 ALWAYS_INLINE float NAME(tail_float)(float z, float gauss) {
   static const float c[] = ERFC_COEFFICIENTS, h[] = ERFC_HALF_COEFFICIENTS;
   const float scale = EXP_UNSCALE_FLOAT;
   const float t = 1 / ((HALF ? ERFC_HALF_SHIFT : ERFC_SHIFT) - z);
-  /* Unrolled by hand: gcc does not vectorise a loop that contains a loop. */
+  /* Unrolled by hand, because gcc does not vectorise a loop that contains a loop. */
   float g = scale * (HALF ? h[5] : c[9]);
   if (!HALF) {
     g = fma_float(g, t, scale * c[8]);
@@ -89,12 +89,12 @@ ALWAYS_INLINE NAME(jet_t) NAME(gelu)(ACC x) {
 }
 #undef TAIL
 
-/* Callers pass a constant `kind`: inlining leaves one branch. */
+/* Callers pass a constant `kind`, so that only one branch remains after inlining. */
 ALWAYS_INLINE NAME(jet_t) NAME(activation)(activation_t kind, ACC x) {
   return kind == SILU ? NAME(silu)(x) : kind == GELU ? NAME(gelu)(x) : NAME(gelu_tanh)(x);
 }
 
-/* The value alone. */
+/* Returns only the value. */
 ALWAYS_INLINE ACC NAME(activation_value)(activation_t kind, ACC x) {
   if (kind == SILU) return x * LOGISTIC(x);
   if (kind == GELU) return NAME(gelu)(x).value;

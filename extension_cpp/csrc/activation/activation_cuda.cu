@@ -1,5 +1,5 @@
-// silu and gelu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda/pointwise.cuh). The arithmetic is in activation_math.cuh.
+// silu and gelu on the GPU, element by element. A thread processes two 16-byte vectors of each
+// operand (common/cuda/pointwise.cuh). The arithmetic is in activation_math.cuh.
 #include "activation/activation.h"
 #include "activation/activation_math.cuh"
 #include "common/cuda/pointwise.cuh"

@@ -1,9 +1,9 @@
-// The activations and their derivatives on the GPU. Formulas: activation.h.
+// The activations and their derivatives on the GPU. activation.h has the formulas.
 //
-// activation<KIND, T>(x) returns the value and both derivatives in T's accumulation type; the
-// compiler removes what the caller does not use. float32 keeps the relative accuracy of both tails,
-// as on the CPU. Half types have eight elements per vector, so that instructions limit their speed,
-// not memory. Their value and first derivative take one exp2 and one reciprocal, without range
+// activation<KIND, T>(x) returns the value and both derivatives in T's accumulation type. The
+// compiler removes what the caller does not use. As on the CPU, float32 keeps the relative accuracy
+// of both tails. Half types have eight elements per vector, so instructions and not memory limit
+// their speed. Their value and first derivative take one exp2 and one reciprocal, without range
 // reduction. The relative error is below 2^-15.
 #ifndef EXTENSION_CPP_ACTIVATION_MATH_CUH
 #define EXTENSION_CPP_ACTIVATION_MATH_CUH
@@ -24,7 +24,7 @@ struct Jet {
   A value, first, second;
 };
 
-// s(u), s (1 - s) and |1 - 2 s|.
+// The values s(u), s (1 - s) and |1 - 2 s|.
 template <typename A>
 struct Logistic {
   A value, slope, balance;
@@ -33,13 +33,14 @@ struct Logistic {
 template <typename T, typename A = acc_t<T>>
 __device__ inline Logistic<A> logistic(A u) {
   if constexpr (is_half<T>) {
-    // 2^-64 (1 + exp(-u)) stays in float's range wherever s(u) does.
+    // 2^-64 (1 + exp(-u)) stays in float's range for every u for which s(u) does.
     const float inverse = 0x1p-64f + exp2_fast(fmaf(u, -LOG2_E, -64.0f));
     const float s = reciprocal_fast(inverse) * 0x1p-64f;
-    // Exactly 0 for large u: a large factor x would magnify the rounding error of s - s^2.
+    // For large u the slope is set to 0, because a large factor x would magnify the rounding error
+    // of s - s^2.
     return {s, u > 32.0f ? 0.0f : fmaf(-s, s, s), fabsf(1 - 2 * s)};
   } else {
-    // The argument of exp is 0 or less, so that nothing overflows.
+    // The argument of exp is never positive, so nothing overflows.
     const A t = Exp<T>::scaled(-fabs(u)) * Exp<T>::UNSCALE, r = reciprocal(1 + t), small = t * r;
     return {u < 0 ? small : r, small * r, (1 - t) * r};
   }
@@ -53,15 +54,15 @@ __device__ inline Jet<A> silu(A x) {
 
 template <typename T, typename A = acc_t<T>>
 __device__ inline Jet<A> gelu_tanh(A x) {
-  const A square = fmin(x * x, A(TANH_SQUARE));  // finite for NaN: x below is NaN
+  const A square = fmin(x * x, A(TANH_SQUARE));  // finite if x is NaN, but x below is NaN
   const Logistic<A> s = logistic<T>(x * fma(square, A(TANH_D), A(TANH_C)));
   const A u1 = fma(square, A(3 * TANH_D), A(TANH_C)), xu2 = A(6 * TANH_D) * square;
   const A bend = fabs(x) * s.slope * s.balance;
-  // x s.slope comes first: it is 0 for every x for which x u' would overflow.
+  // x is first multiplied by s.slope, which is 0 for every x for which x u' would overflow.
   return {x * s.value, fma(x * s.slope, u1, s.value), s.slope * (2 * u1 + xu2) - bend * (u1 * u1)};
 }
 
-// The polynomial G of activation_constants.h.
+// Evaluates the polynomial G of activation_constants.h.
 template <int N>
 __device__ inline float horner(const float (&c)[N], float t) {
   float g = c[N - 1];
@@ -70,7 +71,7 @@ __device__ inline float horner(const float (&c)[N], float t) {
   return g;
 }
 
-// exp(-x^2 / 2), Phi(-|x|), and x^2.
+// The values exp(-x^2 / 2), Phi(-|x|) and x^2.
 template <typename A>
 struct Gauss {
   A density, tail, square;
@@ -84,7 +85,7 @@ __device__ inline Gauss<A> gauss(A x) {
     const float t = reciprocal_fast(fabsf(x) + ERFC_HALF_SHIFT);
     return {e, e * (t * horner(c, t)), square};
   } else {
-    // For |x| above `zero`, exp(-x^2 / 2) counts as 0.
+    // For |x| > zero, exp(-x^2 / 2) counts as 0.
     const A zero = std::is_same_v<A, float> ? 15 : 39;
     const A size = fabs(x) > zero ? zero : fabs(x), square = size * size;
     const A rounded = Exp<T>::scaled(-square / 2) * Exp<T>::UNSCALE;
@@ -113,13 +114,13 @@ __device__ inline Jet<A> activation(A x) {
   if constexpr (KIND == GELU_TANH) return gelu_tanh<T>(x);
 }
 
-// The second derivative of half types is computed as for float32.
+// Returns the second derivative. For half types it is computed as for float32.
 template <activation_t KIND, typename T, typename A = acc_t<T>>
 __device__ inline A second_derivative(A x) {
   return activation<KIND, A>(x).second;
 }
 
-// For host code: calls f with a zero of the dtype's C++ type and with the kind as a constant:
+// Host code: calls f with a zero of the dtype's C++ type and with the kind as a constant:
 //   with_types(dtype, kind, [&](auto zero, auto constant) {
 //     using T = decltype(zero); ... decltype(constant)::value ... })
 template <typename F>

@@ -1,4 +1,4 @@
-// bias_gelu: schemas, checks, allocation and registration. bias_gelu.h has the kernels' contract.
+// bias_gelu: schemas, checks, allocation and registration. bias_gelu.h has the formulas.
 #include "bias_gelu/bias_gelu.h"
 
 #include "common/shim/bias.h"

@@ -1,5 +1,5 @@
-/* bias_gelu on the CPU. Forward is flat over the elements, so that threads share one wide row as
- * well as many narrow ones. Backward takes a tile of columns and a part of the rows at a time
+/* bias_gelu on the CPU. Forward divides the elements and not the rows among threads, so that they
+ * can share one wide row. Backward processes a tile of columns and a part of the rows at a time
  * (common/cpu/column_sums_kernel.h). The arithmetic is in activation_cpu_math.h. */
 #include "bias_gelu/bias_gelu.h"
 

@@ -1,8 +1,8 @@
-/* Compiled once per element type by bias_gelu_cpu.c (for_each_dtype.h defines T, ACC, NAME,
- * LOAD and STORE). */
+/* CPU kernels of bias_gelu. bias_gelu_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
-/* n elements of one row, from flat index i and column c on. */
+/* Processes n elements of one row, from flat index i and column c on. */
 ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const bias_gelu_forward_args *args,
                                        int64_t i, int64_t c, int n, int stream) {
   ACC x[BLOCK], bias[BLOCK];

@@ -1,4 +1,4 @@
-// bias_gelu on the GPU. Forward is flat over the elements, with the bias as the broadcast row
+// bias_gelu on the GPU. Forward goes over the elements, with the bias as the broadcast row
 // (common/cuda/pointwise.cuh). Backward is one pass with sums over the rows
 // (common/cuda/column_sums.cuh). The arithmetic is in activation_math.cuh.
 #include "activation/activation_math.cuh"

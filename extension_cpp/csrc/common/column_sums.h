@@ -1,6 +1,7 @@
-/* Backward of ops with a bias over the last dimension: a pass over a matrix writes grad_x and sums
- * the rows into grad_bias. On the CPU a work item is a part of the rows times a tile of COLUMN_TILE
- * columns. The split depends on the shape alone. */
+/* Splits the backward pass of ops with a bias over the last dimension. This pass over a matrix
+ * writes grad_x and sums the rows into grad_bias. On the CPU a work item is a part of the rows by a
+ * tile of COLUMN_TILE columns. The split depends only on the shape, never on the number of
+ * threads. */
 #ifndef EXTENSION_CPP_COLUMN_SUMS_H
 #define EXTENSION_CPP_COLUMN_SUMS_H
 
@@ -10,7 +11,8 @@ enum { COLUMN_TILE = 2048, COLUMN_FLUSH_ROWS = 64 };
 
 static inline int64_t column_sums_tiles(int64_t cols) { return ceil_div(cols, COLUMN_TILE); }
 
-/* Rows per part: a multiple of 64 that gives about 256 items if there are many rows. */
+/* Returns the number of rows in a part. It is a multiple of 64 that gives about 256 work items for
+ * a matrix of many rows. */
 static inline int64_t column_sums_part_rows(int64_t rows, int64_t cols) {
   const int64_t parts = ceil_div(256, column_sums_tiles(cols));
   return 64 * ceil_div(ceil_div(rows, parts), 64);
@@ -20,7 +22,7 @@ static inline int64_t column_sums_parts(int64_t rows, int64_t cols) {
   return rows == 0 ? 0 : ceil_div(rows, column_sums_part_rows(rows, cols));
 }
 
-/* Scratch on the CPU, in doubles. */
+/* Returns how many doubles of scratch memory the CPU kernels need for partial sums. */
 static inline int64_t column_sums_partial_cpu(int64_t rows, int64_t cols) {
   return column_sums_parts(rows, cols) * column_sums_tiles(cols) * COLUMN_TILE;
 }

@@ -1,4 +1,4 @@
-/* Element types of every op: one enum for the C kernels, the CUDA kernels and the C++ shims. */
+/* The element types of ops. The C kernels, the CUDA kernels and the C++ shims share this enum. */
 #ifndef EXTENSION_CPP_DTYPE_H
 #define EXTENSION_CPP_DTYPE_H
 

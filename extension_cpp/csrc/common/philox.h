@@ -1,17 +1,17 @@
-/* Random bits for dropout, for C and CUDA: Philox 4x32-7, a bijection of a counter of four words
- * under a key of two. Seven rounds pass BigCrush (see the source). PyTorch uses ten, a margin that
- * a mask does not need.
+/* Random bits for dropout, shared by C and CUDA. The generator is Philox 4x32-7, a bijection of a
+ * counter of four words under a key of two words. Seven rounds pass the BigCrush tests (see the
+ * source below). PyTorch uses ten rounds, a safety margin that a dropout mask does not need.
  *
- * The bits of an element are the same in every version and on every device. Element i of a
- * contiguous tensor has word i % 8 / 2 of philox((i / 8, high word of i / 8, 0, 0), (seed, high
- * word of seed)); if i is odd, the halves of the word are swapped. So any part of a mask can be
- * recomputed from the seed, in any order.
+ * The bits of an element are the same in every version of this library and on every device. Element
+ * i of a contiguous tensor uses word i % 8 / 2 of philox((i / 8, high word of i / 8, 0, 0), (seed,
+ * high word of seed)). If i is odd, the two halves of the word are swapped. Any part of a mask can
+ * therefore be recomputed from the seed, in any order.
  *
- * Two elements share a word, because one word per element would take longer to compute than a half
- * type takes to read and write. The probability of each element is p, rounded to a multiple of
- * 2^-32. The two are almost independent, because each one's upper half decides unless it equals the
- * threshold's: the probability that both are dropped differs from p^2 by less than 2^-16 (0 at p =
- * 0.5).
+ * Two elements share a word, because computing one word per element would take longer than reading
+ * and writing a half-precision element. Each element is dropped with probability p, rounded to a
+ * multiple of 2^-32. The two elements of a word are almost independent: an element's upper 16 bits
+ * decide whether it is dropped, unless they equal the threshold's. The probability that both are
+ * dropped differs from p^2 by less than 2^-16, and is exact for p = 0.5.
  *
  * Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". */
 #ifndef EXTENSION_CPP_PHILOX_H
@@ -52,7 +52,7 @@ static inline philox_t philox(philox_t counter, uint32_t key_0, uint32_t key_1) 
   return counter;
 }
 
-/* The counter of elements [8 * group, 8 * group + 8). */
+/* Returns the counter that elements [8 * group, 8 * group + 8) share. */
 PHILOX_FUNCTION philox_t counter_of(int64_t group) {
   const philox_t counter = {{(uint32_t)group, (uint32_t)((uint64_t)group >> 32), 0, 0}};
   return counter;
@@ -62,21 +62,22 @@ static inline philox_t philox_of(int64_t seed, int64_t group) {
   return philox(counter_of(group), (uint32_t)seed, (uint32_t)((uint64_t)seed >> 32));
 }
 
-/* The bits of an element, from its word. */
+/* Returns the 32 random bits of an element, given the word that it shares with a neighbour. */
 PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) {
   return is_odd ? word << 16 | word >> 16 : word;
 }
 
-/* A kernel's dropout argument. An element is kept and scaled if its bits exceed last_dropped, else
- * it becomes 0. */
+/* The dropout argument of a kernel. An element is kept and scaled if its random bits exceed
+ * last_dropped. Otherwise it becomes 0. */
 typedef struct {
-  const int64_t *seed; /* (1), in the device's memory; NULL: no dropout */
+  const int64_t *seed; /* shape (1), in the device's memory; NULL means no dropout */
   double scale;        /* 1 / (1 - p) */
-  float scale_float; /* for all but float64, because nvcc would convert `scale` for every element */
+  /* used for all types but float64, because nvcc would convert `scale` again for every element */
+  float scale_float;
   uint32_t last_dropped; /* round(p * 2^32) - 1, at least 0 */
 } dropout_t;
 
-/* For 0 < p <= 1. */
+/* Makes the argument for a dropout probability 0 < p <= 1. `seed` is a pointer to device memory. */
 static inline dropout_t dropout_of(double p, const int64_t *seed) {
   const double dropped = p * 0x1p32 + 0.5;
   const uint64_t count = dropped < 1 ? 1 : (uint64_t)dropped;

@@ -1,4 +1,4 @@
-// dropout: schema, checks, allocation and registration. The kernel's contract is in dropout.h.
+// dropout: schema, checks, allocation and registration. dropout.h has the formula.
 #include "dropout/dropout.h"
 
 #include "common/shim/op.h"

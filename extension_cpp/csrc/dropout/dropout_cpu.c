@@ -1,5 +1,5 @@
-/* dropout on the CPU: flat over the elements, one block at a time. The arithmetic is in
- * dropout_cpu_kernel.h; the random bits come from common/cpu/philox.h. */
+/* dropout on the CPU, element by element in blocks. The arithmetic is in dropout_cpu_kernel.h. The
+ * random bits come from common/cpu/philox.h. */
 #include "dropout/dropout.h"
 
 #include "common/cpu/block.h"

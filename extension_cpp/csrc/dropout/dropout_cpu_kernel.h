@@ -1,5 +1,5 @@
-/* Compiled once per element type by dropout_cpu.c (for_each_dtype.h defines T, ACC, NAME,
- * LOAD and STORE). */
+/* CPU kernel of dropout. dropout_cpu.c compiles this file once per element type (for_each_dtype.h
+ * defines T, ACC, NAME, LOAD and STORE). */
 
 typedef struct {
   const T *x;

@@ -1,7 +1,8 @@
-// dropout on the GPU: flat over the elements. A thread takes units of UNIT elements, a whole number
-// of 16-byte vectors, so that one Philox call serves four or eight elements. It loads all its units
-// before it computes, so that several loads are in flight. If x is not aligned to 16 bytes, it is
-// read in the widest vectors that its address allows (y is a fresh allocation).
+// dropout on the GPU, element by element. A thread processes units of UNIT elements, so that one
+// Philox call serves four or eight elements. A unit is a whole number of 16-byte vectors. The
+// thread loads all its units before it computes, so that several loads are in flight. If x is not
+// aligned to 16 bytes, it is read in the widest vectors that its address allows. (y is always
+// aligned.)
 #include "common/cuda/dropout.cuh"
 #include "common/cuda/vector.cuh"
 #include "common/range.h"
@@ -23,7 +24,7 @@ struct Parameters {
   int64_t numel;
 };
 
-// COUNT units: the first at element i, the others `step` elements apart.
+// Processes COUNT units, the first at element i, the others `step` elements apart.
 template <typename T, int N, int COUNT>
 __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t i, int64_t step) {
   constexpr int VECTORS = UNIT<T> / N;

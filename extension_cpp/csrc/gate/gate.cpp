@@ -1,5 +1,4 @@
-// swiglu and geglu: schemas, checks, allocation and registration. The kernels' contract is in
-// gate.h.
+// swiglu and geglu: schemas, checks, allocation and registration. gate.h has the formulas.
 #include "gate/gate.h"
 
 #include "common/shim/op.h"
@@ -12,8 +11,8 @@ static dtype_t check_inputs(const char *op, const Tensor &gate, const Tensor &up
   return dtype;
 }
 
-// x as rows, for a kernel whose outputs have the strides of `out`. If `out` is not contiguous, x is
-// read as a single row in the order of out's elements.
+// Returns x as rows, for a kernel whose outputs have the strides of `out`. If `out` is not
+// contiguous, x is read as a single row, in the order of out's elements.
 static Rows input_rows(const Tensor &x, const Tensor &out) {
   if (out.dim() > 0 && out.is_contiguous()) return as_rows(x, 1);
   return {with_strides_of(x, out), out.numel()};

@@ -1,13 +1,12 @@
 /* swiglu, geglu: y[r,c] = f(gate[r,c]) up[r,c], f = silu, gelu or gelu_tanh (activation.h)
  * backward: grad_gate[r,c] = grad_out[r,c] up[r,c] f'(gate[r,c])
  *           grad_up[r,c] = grad_out[r,c] f(gate[r,c])
- *   gate, up, grad_out     (rows, cols)  unit stride within a row; each its own row stride of at
- *                                        least cols, as the halves of one packed tensor have
+ *   gate, up, grad_out     (rows, cols)  stride 1 within a row; each has its own stride between
+ *                                        rows, at least cols, so they may be halves of one tensor
  *   y, grad_gate, grad_up  (rows, cols)  contiguous
- *   all of one type, no overlap
- * rows, cols >= 1. Computed in float (float64: double); a result is rounded to the type once. NaN
- * propagates. Deterministic.
- * Source: Shazeer 2020, arXiv:2002.05202. */
+ *   all of one dtype, no overlap
+ * rows, cols >= 1. Results are computed in float (double for float64) and rounded once. NaN
+ * propagates. Results are deterministic. Source: Shazeer 2020, arXiv:2002.05202. */
 #ifndef EXTENSION_CPP_GATE_H
 #define EXTENSION_CPP_GATE_H
 
@@ -46,11 +45,11 @@ typedef struct {
   dtype_t dtype;
 } gate_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK of the rows * cols elements. args points to the struct. */
+/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
 void gate_forward_cpu(int64_t begin, int64_t end, void *args);
 void gate_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
 int gate_forward_cuda(const gate_forward_args *args, void *stream);
 int gate_backward_cuda(const gate_backward_args *args, void *stream);
 

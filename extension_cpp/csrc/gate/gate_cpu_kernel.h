@@ -1,10 +1,10 @@
-/* Compiled once per element type by gate_cpu.c (for_each_dtype.h defines T, ACC, NAME, LOAD
- * and STORE). */
+/* CPU kernels of swiglu and geglu. gate_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
-/* n elements of one row. */
+/* Neighbouring elements of one row, n of them. */
 typedef struct {
-  const T *gate, *up, *grad_out; /* grad_out: NULL in forward */
+  const T *gate, *up, *grad_out; /* grad_out is NULL in forward */
   T *y, *grad_up;                /* in backward, y is grad_gate */
   int64_t n;
 } NAME(part_t);
@@ -16,7 +16,7 @@ ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const NAME(part_t) * p
   READ(up, part->up + i, n);
   for (int k = 0; k < BLOCK; ++k) gate[k] = NAME(activation_value)(kind, gate[k]) * up[k];
   /* store_clean needs every NaN to have 0 in its lower bits. In gelu a NaN passes through exp,
-   * which may set them. The other activations never pass a NaN to exp. */
+   * which may set these bits. The other activations never pass a NaN to exp. */
   if (kind == GELU) {
     STORE(part->y + i, gate, n, stream);
   } else {
@@ -47,8 +47,8 @@ ALWAYS_INLINE void NAME(block)(activation_t kind, const NAME(part_t) * part, int
     NAME(forward_block)(kind, part, i, n, stream);
 }
 
-/* The elements before y's first multiple of 64 bytes are a block of their own, so that the stores
- * of all other blocks can be streamed. */
+/* Processes a part of a row. The elements before y's first multiple of 64 bytes are a separate
+ * block, so that all other blocks can use non-temporal stores. */
 ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, int stream) {
   const int64_t to_line = stream ? elements_to_line(part->y, sizeof(T)) : 0;
   const int64_t head = to_line < part->n ? to_line : part->n;
@@ -58,7 +58,7 @@ ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, 
   }
 }
 
-/* The number of elements from i to the end of its row, or to `end` if that is nearer. */
+/* The number of elements from i to the end of its row, or to `end` if that comes first. */
 #define PART_LENGTH(args, i, end)                                                      \
   ((args)->cols - (i) % (args)->cols < (end) - (i) ? (args)->cols - (i) % (args)->cols \
                                                    : (end) - (i))
@@ -83,8 +83,8 @@ static void NAME(gate_forward)(const gate_forward_args *args, int64_t begin, int
 
 ALWAYS_INLINE void NAME(backward)(activation_t kind, const gate_backward_args *args, int64_t begin,
                                   int64_t end) {
-  /* Streaming needs both outputs at the same distance from a multiple of 64 bytes. The allocator
-   * aligns fresh tensors alike. */
+  /* Non-temporal stores need both outputs at the same distance from a multiple of 64 bytes. New
+   * tensors have this, because the allocator aligns them alike. */
   const int stream = cpu_should_stream(5 * args->rows * args->cols * (int64_t)sizeof(T)) &&
                      ((uintptr_t)args->grad_gate - (uintptr_t)args->grad_up) % 64 == 0;
   for (int64_t i = begin, n; i < end; i += n) {

@@ -1,5 +1,5 @@
-// swiglu and geglu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda/pointwise.cuh). The inputs may have gaps between their rows. The arithmetic is in
+// swiglu and geglu on the GPU, element by element. A thread processes two 16-byte vectors of each
+// operand (common/cuda/pointwise.cuh). Inputs may have gaps between rows. The arithmetic is in
 // activation_math.cuh.
 #include "activation/activation_math.cuh"
 #include "common/cuda/pointwise.cuh"

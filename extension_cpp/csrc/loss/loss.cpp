@@ -1,5 +1,5 @@
-// cross_entropy: schema, checks, launches and registration; the schema of linear_cross_entropy.
-// loss.h has the kernels' contract.
+// cross_entropy: schema, checks, launches and registration. Also the schema of
+// linear_cross_entropy. loss.h defines what the kernels compute.
 #include "loss/loss_shim.h"
 
 namespace extension_cpp::loss {
@@ -14,7 +14,7 @@ static void check_reduction(const char *op, int64_t reduction) {
   }
 }
 
-// The classes of (C,) are dimension 0, those of (N, C, ...) dimension 1.
+// Returns the dimension of the classes: 0 for logits (C,), and 1 for logits (N, C, ...).
 static int64_t class_dim_of(const Tensor &logits) { return logits.dim() == 1 ? 0 : 1; }
 
 static std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor &logits, const Tensor &target,
@@ -41,7 +41,7 @@ static std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor &logits, co
   return {rounded, results.lse, no_total};
 }
 
-// The function of the no-grad overload: it returns the loss alone.
+// The function of the no-grad overload, which returns only the loss.
 template <auto function>
 struct FirstResult;
 template <typename... Args, std::tuple<Tensor, Tensor, Tensor> (*function)(Args...)>
@@ -87,7 +87,8 @@ static void check_scalar(const char *op, const char *name, const Tensor &x, dtyp
   }
 }
 
-// For one chunk of linear_cross_entropy: returns losses, and replaces logits by scale * gradient.
+// Processes one chunk of linear_cross_entropy: returns losses, and replaces logits by scale *
+// gradient.
 static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
                                   const Optional &weight, int64_t ignore_index,
                                   double label_smoothing, double z_loss,
@@ -104,7 +105,7 @@ static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
   return launch_forward(op, rows, false, &logits, &scale).loss;
 }
 
-// x * factor, in x's type.
+// Returns x * factor in x's dtype.
 static Tensor cross_entropy_scale(const Tensor &x, const Tensor &factor) {
   const char *const op = "cross_entropy_scale";
   const dtype_t dtype = check_dtype(op, "x", x);

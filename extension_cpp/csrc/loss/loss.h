@@ -8,18 +8,18 @@
  * token_log_probs (weight NULL, s = z_loss = softcap = 0):
  *   loss = z_t - lse,  entropy = -sum_c p_c * (z_c - lse), where p_c = 0 adds 0
  *   dloss/dz_c = [c = t] - p_c,  dentropy/dz_c = -p_c * (z_c - lse + entropy)
- * dz_c/dx_c = scale, or 1 - (z_c / softcap)^2.
+ * In both, dz_c/dx_c = scale, or with softcap 1 - (z_c / softcap)^2.
  *
  * Forward saves lse as an unevaluated sum of two numbers: the rounded lse, and its rounding error.
- * In one number, log(sum_c exp(z_c - max)) would be lost beside a large maximum, and in a row of
- * equal logits p_c would be 1.
+ * A single number would lose log(sum_c exp(z_c - max)) beside a large maximum. In a row of equal
+ * logits p_c would then be 1.
  *
  * A row whose target is ignore_index has loss 0 and gradient 0, whatever its logits (lse is still
  * written). A row whose target is outside [0, cols) and not ignore_index has loss, entropy and
  * gradient NaN, and nothing outside the row is read. NaN in a row makes its lse and loss NaN, and
- * so does +inf without softcap. Sums in float (float64: double). Run-to-run deterministic;
- * batch-invariant at equal alignment. Source: torch.nn.functional.cross_entropy; z_loss: Chowdhery
- * et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118. */
+ * so does +inf without softcap. Sums are in float (double for float64). Results are run-to-run
+ * deterministic, and batch-invariant at equal alignment. Source: torch.nn.functional.cross_entropy;
+ * z_loss: Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118. */
 #ifndef EXTENSION_CPP_LOSS_H
 #define EXTENSION_CPP_LOSS_H
 
@@ -28,10 +28,10 @@
 #include "common/dtype.h"
 #include "common/range.h"
 
-/* The folder, from PyTorch down:
+/* The files of this folder, from PyTorch down:
  *   loss.cpp, token_log_probs.cpp  schemas, checks, registration
  *   loss_shim.h, loss_shim.cpp     what the two share: checks, the layout of rows, launches
- *   loss.h                         this contract
+ *   loss.h                         formulas, arguments and entry points of the kernels
  *   loss_cpu.c                     CPU entry points, compiled once per instruction set
  *   loss_cpu_kernel.h              CPU: rows and their gradients, once per dtype
  *   loss_cpu_tile_kernel.h         CPU: tiles of inner elements, for inner > 1
@@ -44,67 +44,69 @@
 extern "C" {
 #endif
 
-/* The options of cross_entropy. For token_log_probs all are 0, and ignore_index is not read. */
+/* The options of cross_entropy. In token_log_probs they are 0, and ignore_index is not read. */
 typedef struct {
   int64_t ignore_index;
   double label_smoothing, z_loss;
-  double softcap; /* 0: none */
+  double softcap; /* 0 means no softcap */
 } loss_options;
 
-/* The input of forward and backward. ACC below is float, for float64 double. */
+/* The input of forward and backward. Below, ACC means double for float64 and float otherwise. */
 typedef struct {
-  const void *logits;     /* element (o, c, i) at o * outer_stride + c * inner + i */
+  const void *logits;     /* (o, c, i) is at o * outer_stride + c * inner + i */
   const int64_t *target;  /* (outer, inner) */
-  const void *weight;     /* (cols), ACC; NULL: ones */
-  const void *weight_sum; /* W, one number, ACC, with weight and label_smoothing; else NULL */
+  const void *weight;     /* (cols), ACC; NULL means ones */
+  const void *weight_sum; /* W, one number, ACC; NULL without weight or label_smoothing */
   int64_t outer, cols, inner;
   int64_t outer_stride; /* at least cols * inner */
   loss_options options;
-  double scale; /* 1 / temperature; 1 with softcap */
+  double scale; /* 1 / temperature; 1 if softcap is used */
   dtype_t dtype;
 } loss_rows;
 
-/* grad_logits NULL: only forward. Otherwise also writes dloss/dx * *grad_scale to grad_logits, and
- * reads the row again unless it is still in registers. */
+/* Arguments of forward. If grad_logits is not NULL, forward also writes dloss/dx * *grad_scale to
+ * it. It then reads the row again, unless the row is still in registers. */
 typedef struct {
   loss_rows rows;
-  void *loss;             /* (outer, inner), ACC; token_log_probs: the log-probability */
-  void *entropy;          /* (outer, inner), ACC; NULL: cross_entropy */
+  void *loss;             /* (outer, inner), ACC; the log-probability in token_log_probs */
+  void *entropy;          /* (outer, inner), ACC; NULL in cross_entropy */
   void *lse;              /* (outer, inner, 2), ACC */
   void *grad_logits;      /* (outer, cols, inner), contiguous; may be contiguous logits */
   const void *grad_scale; /* one number, ACC */
 } loss_forward_args;
 
-/* Writes grad_logits = dloss/dx * grad_loss / total + dentropy/dx * grad_entropy. */
+/* Arguments of backward: grad_logits = dloss/dx * grad_loss / total + dentropy/dx *
+ * grad_entropy. */
 typedef struct {
   loss_rows rows;
   const void *lse;          /* (outer, inner, 2), ACC, from forward */
-  const void *grad_loss;    /* of type grad_dtype; row r at r * grad_stride, which is 0 or 1 */
-  const void *total;        /* one number, ACC; NULL: 1 */
-  const void *entropy;      /* (outer, inner), ACC, from forward; NULL: cross_entropy */
-  const void *grad_entropy; /* (outer, inner), of type grad_dtype */
+  const void *grad_loss;    /* of grad_dtype; row r is at r * grad_stride (0 or 1) */
+  const void *total;        /* one number, ACC; NULL means 1 */
+  const void *entropy;      /* (outer, inner), ACC, from forward; NULL in cross_entropy */
+  const void *grad_entropy; /* (outer, inner), of grad_dtype */
   void *grad_logits;        /* (outer, cols, inner), contiguous */
   int64_t grad_stride;
   dtype_t grad_dtype;
 } loss_backward_args;
 
-/* out = the sum of loss over the rows, divided by *total if is_mean. total = the sum of w_t over
- * the rows whose target is a class and not ignore_index. Without rows out is 0 (mean: NaN). The
- * sums are in double; their order depends on `rows` alone. target NULL: every row counts 1, as for
- * the sum of the class weights. */
+/* Arguments of a sum over rows: out = the sum of loss, divided by *total if is_mean. total = the
+ * sum of w_t over the rows whose target is a class and not ignore_index. If target is NULL, every
+ * row counts 1; so the sum of the class weights is computed. Without rows, out is 0 (NaN for a
+ * mean). The sums are in double, and their order depends only on `rows`. */
 typedef struct {
   const void *loss;      /* (rows), ACC */
   const int64_t *target; /* (rows) */
-  const void *weight;    /* (cols), ACC; NULL: ones */
-  void *partial;         /* loss_partials(rows) doubles of scratch */
-  void *out;             /* one number of type out_dtype */
+  const void *weight;    /* (cols), ACC; NULL means ones */
+  void *partial;         /* scratch of loss_partials(rows) doubles */
+  void *out;             /* one number of out_dtype */
   void *total;           /* one number, ACC */
   int64_t rows, cols, ignore_index;
   dtype_t dtype, out_dtype;
   int is_mean;
 } loss_reduce_args;
 
-/* y = x * *factor, for the gradients that linear_cross_entropy computed without grad_out. */
+/* Arguments of y = x * *factor. It scales gradients that linear_cross_entropy has already
+ * computed. */
 typedef struct {
   const void *x;      /* (numel) */
   const void *factor; /* one number, ACC */
@@ -113,19 +115,19 @@ typedef struct {
   dtype_t dtype;
 } loss_scale_args;
 
-/* On the CPU an item of forward and backward is a row, or with inner > 1 a tile of LOSS_TILE of the
- * inner elements; loss_reduce has one item. */
+/* A CPU work item of forward and backward is a row or, if inner > 1, a tile of LOSS_TILE inner
+ * elements. loss_reduce has one work item. */
 enum { LOSS_TILE = 128, LOSS_REDUCED_ROWS = 8192 };
 static inline int64_t loss_items(int64_t outer, int64_t inner) {
   return outer * ceil_div(inner, LOSS_TILE);
 }
-/* Two sums for each LOSS_REDUCED_ROWS rows. */
+/* Returns the size of `partial`: two sums for each LOSS_REDUCED_ROWS rows. */
 static inline int64_t loss_partials(int64_t rows) { return 2 * ceil_div(rows, LOSS_REDUCED_ROWS); }
 
 void loss_forward_cpu(int64_t begin, int64_t end, void *args);
 void loss_backward_cpu(int64_t begin, int64_t end, void *args);
 void loss_reduce_cpu(int64_t begin, int64_t end, void *args);
-void loss_scale_cpu(int64_t begin, int64_t end, void *args); /* chunks of CHUNK elements */
+void loss_scale_cpu(int64_t begin, int64_t end, void *args); /* over chunks of CHUNK elements */
 
 int loss_forward_cuda(const loss_forward_args *args, void *stream);
 int loss_backward_cuda(const loss_backward_args *args, void *stream);

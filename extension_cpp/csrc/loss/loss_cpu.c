@@ -1,11 +1,12 @@
 /* cross_entropy and token_log_probs on the CPU.
- * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once,
- * for the maximum and the sum (rows/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it
- * again from the caches. Backward needs one pass, because lse is known.
- * inner > 1: an item is a tile of LOSS_TILE inner elements, and lanes are inner elements.
+ * If inner = 1, a work item is a row, and the lanes of a block are columns. Forward reads the row
+ * from memory once, for the maximum and the sum (rows/cpu_sum_exp_kernel.h). If a gradient is
+ * wanted, it reads the row again from the caches. Backward needs one pass, because lse is known.
+ * If inner > 1, a work item is a tile of LOSS_TILE inner elements, which are the lanes.
  *
- * What is computed once a row is in double. Softcap, label smoothing and the gradient of the
- * entropy share one function that is called block by block; all else has a loop of its own. */
+ * Values that are computed once per row are double. Softcap, label smoothing and the gradient of
+ * the entropy share one function, which is called for each block. All other cases have their own
+ * loops. */
 #include "loss/loss.h"
 
 #include "common/cpu/level.h"
@@ -13,7 +14,7 @@
 
 _Static_assert(LOSS_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
 
-/* Element i of a tensor whose type is known at run time. */
+/* Returns element i of an array whose dtype is known only at run time. */
 static double number(dtype_t dtype, const void *p, int64_t i) {
   switch (dtype) {
     case DTYPE_FLOAT64: return widen_float64(((const double *)p)[i]);
@@ -36,13 +37,13 @@ static void set_number(dtype_t dtype, void *p, double value) {
 /* The gradient of a row:
  *   dloss/dz_c = exp(z_c - shift) * (factor + entropy_factor * (z_c - shift + entropy))
  *                - [c = target] * at_target - smooth * w_c
- * all multiplied by the gradient of the loss and by `scale`. Or, if target < 0, `factor`. */
+ * all multiplied by the gradient of the loss and by `scale`. If target < 0, it is `factor`. */
 typedef struct {
   double shift, factor, at_target, smooth, entropy_factor, entropy;
   int64_t target;
 } gradient_t;
 
-/* A row without gradient: ignored (0), or with a target outside (NaN). */
+/* Returns the gradient of an ignored row (0) or of a target outside the classes (NaN). */
 static gradient_t constant_gradient(double value) {
   return (gradient_t){.factor = value, .target = -1};
 }
@@ -55,10 +56,10 @@ static int is_outside(const loss_rows *rows, int64_t target) {
   return target < 0 || target >= rows->cols;
 }
 
-/* The factor of dz/dx that is the same in all columns. */
+/* Returns the factor of dz/dx that is the same in all columns. */
 static double chain(const loss_rows *rows) { return rows->options.softcap > 0 ? 1 : rows->scale; }
 
-/* The gradient of cross_entropy. exp(z_c - shift) * inverse is p_c. */
+/* Returns the gradient of cross_entropy. exp(z_c - shift) * inverse is p_c. */
 static gradient_t cross_entropy_gradient(const loss_rows *rows, int64_t target, double weight,
                                          double weights, double shift, double inverse, double lse,
                                          double grad) {
@@ -72,7 +73,8 @@ static gradient_t cross_entropy_gradient(const loss_rows *rows, int64_t target, 
                       .target = target};
 }
 
-/* The gradient of token_log_probs: grad of the log-probability, grad_entropy of the entropy. */
+/* Returns the gradient of token_log_probs. `grad` is that of the log-probability, `grad_entropy`
+ * that of the entropy. */
 static gradient_t log_prob_gradient(const loss_rows *rows, int64_t target, double shift,
                                     double inverse, double entropy, double grad,
                                     double grad_entropy) {
@@ -101,7 +103,7 @@ static void loss_scale_cpu_range(int64_t begin, int64_t end, const loss_scale_ar
                  chunk_begin(end, args->numel))
 }
 
-/* One item: a sum over rows is little work beside the rows themselves. */
+/* Sums over all rows in one work item, because this is little compared with the rows themselves. */
 static void loss_reduce_cpu_range(int64_t begin, int64_t end, const loss_reduce_args *args) {
   const dtype_t acc = args->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
   double sum = 0, total = 0;

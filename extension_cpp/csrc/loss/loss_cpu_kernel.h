@@ -1,11 +1,11 @@
-/* The losses of rows, and their gradients. loss_cpu.c compiles this file once per element type:
- * for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
+/* The losses of rows and their gradients. loss_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "rows/cpu_sum_exp_kernel.h"
 
-/* Numbers that a call computes once, before its first row. */
+/* Values that a call computes once, before its first row. */
 typedef struct {
   NAME(map_t) map;
-  double weights; /* the sum of the class weights */
+  double weights; /* sum of the class weights */
   int form;       /* flags of rows/cpu_sum_exp.h */
   int stream;
 } NAME(call_t);
@@ -30,8 +30,8 @@ ALWAYS_INLINE ACC NAME(weight_of)(const loss_rows *rows, int64_t c) {
 
 /* ---- forward ---- */
 
-/* Writes the results of row r, whose logits begin at x and are `inner` elements apart. `smooth` is
- * the sum of w_c * (z_c - max). Returns the row's gradient. */
+/* Writes the results of row r, and returns its gradient. x points to the row's logits, which are
+ * `inner` elements apart. `smooth` is the sum of w_c * (z_c - max). */
 static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(call_t) * call,
                                    int64_t r, const T *x, NAME(sums_t) sums, double smooth) {
   const loss_rows *rows = &args->rows;
@@ -51,12 +51,13 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
     return constant_gradient((double)NAN);
   }
   const ACC x_target = (ACC)NAME(widen)(x[target * rows->inner]);
-  /* This is not z - lse, because lse loses the digits of log_sum if max is large. */
+  /* The formula z - lse would be less exact, because lse loses digits of log_sum if max is
+   * large. */
   const double z = (double)NAME(map_one)(x_target, call->map, call->form);
   const double log_prob = z - max - log_sum;
   if (args->entropy) {
     const double entropy = log_sum - sums.products / sums.sum;
-    /* Rounding may give them the wrong sign. */
+    /* Rounding may give the results the wrong sign. */
     ((ACC *)args->loss)[r] = (ACC)(log_prob > 0 ? 0 : log_prob);
     ((ACC *)args->entropy)[r] = (ACC)(entropy < 0 ? 0 : entropy);
     return log_prob_gradient(rows, target, max, 1 / sums.sum, entropy, grad, 0);
@@ -77,13 +78,13 @@ NOINLINE NAME(sums_t) NAME(softcap_sums)(const T *x, int64_t cols, NAME(map_t) m
   return NAME(row_sums)(x, cols, map, SOFTCAP);
 }
 
-/* The weights of a block's columns, in block order. 0 past the last column. */
+/* Loads the weights of a block's columns, in block order. Lanes past the last column become 0. */
 ALWAYS_INLINE void NAME(load_weight)(ACC *restrict w, const loss_rows *rows, int64_t c, int n) {
   for (int k = 0; k < BLOCK; ++k)
     w[k] = NAME(column)(k) < n ? NAME(weight_of)(rows, c + NAME(column)(k)) : 0;
 }
 
-/* The sum of w_c * (z_c - max). */
+/* Returns the sum of w_c * (z_c - max). */
 NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAME(map_t) map,
                                  int form) {
   double total = 0;
@@ -103,10 +104,10 @@ NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAM
   return total;
 }
 
-/* ---- gradient of a row: forward's and backward's ---- */
+/* ---- gradient of a row, for forward and for backward ---- */
 
-/* x becomes z - shift, and with SOFTCAP slope becomes dz/dx. It is computed from tanh, because
- * (z - shift) + shift has lost digits of z. */
+/* Replaces x by z - shift. With SOFTCAP it also sets slope to dz/dx, which is computed from tanh,
+ * because (z - shift) + shift has lost digits of z. */
 ALWAYS_INLINE void NAME(map_with_slope)(ACC *restrict x, ACC *restrict slope, NAME(map_t) map,
                                         const ACC *restrict shift, int form) {
   if (!(form & SOFTCAP)) {
@@ -120,7 +121,8 @@ ALWAYS_INLINE void NAME(map_with_slope)(ACC *restrict x, ACC *restrict slope, NA
   }
 }
 
-/* n columns from column c on. Without `form` and target, this is two operations besides exp. */
+/* Computes n columns of the gradient, from column c on. Without flags, exp takes most of the
+ * time. */
 ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *out, gradient_t g,
                                         NAME(map_t) map, int64_t c, int n, int form, int stream) {
   const ACC factor = (ACC)g.factor;
@@ -152,7 +154,7 @@ ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *ou
   STORE(out + c, v, n, stream);
 }
 
-/* A block with the target, or a partial one. */
+/* Computes a block that contains the target, or a partial block. */
 NOINLINE void NAME(gradient_part)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
                                   NAME(map_t) map, int64_t c, int n, int form) {
   NAME(gradient_block)(rows, x, out, *g, map, c, n, form | TARGET, 0);
@@ -225,7 +227,7 @@ static void NAME(forward_row)(const loss_forward_args *args, const NAME(call_t) 
   }
 }
 
-/* The gradient of row r from what forward saved. */
+/* Returns the gradient of row r, computed from the values that forward saved. */
 static gradient_t NAME(backward_gradient)(const loss_backward_args *args, const NAME(call_t) * call,
                                           int64_t r) {
   const loss_rows *rows = &args->rows;
@@ -233,7 +235,7 @@ static gradient_t NAME(backward_gradient)(const loss_backward_args *args, const 
   if (is_ignored(rows, target, args->entropy != NULL)) return constant_gradient(0);
   if (is_outside(rows, target)) return constant_gradient((double)NAN);
   const ACC *lse = (const ACC *)args->lse + 2 * r;
-  /* exp(z - lse) with lse rounded; the factor makes up for the rounding. */
+  /* exp(z - shift) uses the rounded lse. The factor `inverse` corrects for its rounding error. */
   const double shift = (double)lse[0], rest = (double)lse[1], inverse = exp(-rest);
   const double total = args->total ? (double)*(const ACC *)args->total : 1;
   const double grad = number(args->grad_dtype, args->grad_loss, r * args->grad_stride) / total;

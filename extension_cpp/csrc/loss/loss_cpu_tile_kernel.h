@@ -1,16 +1,16 @@
-/* inner > 1: tiles of inner elements. loss_cpu_kernel.h includes this file. */
+/* The losses for inner > 1, in tiles of inner elements. loss_cpu_kernel.h includes this file. */
 
-/* Gradients of a tile's lanes, in block order. */
+/* The gradients of a tile's lanes (gradient_t), in block order. */
 typedef struct {
   ACC shift[LOSS_TILE], factor[LOSS_TILE], at_target[LOSS_TILE], smooth[LOSS_TILE];
   ACC entropy_factor[LOSS_TILE], entropy[LOSS_TILE];
-  ACC constant[LOSS_TILE]; /* 1: the gradient is `factor` and nothing else */
+  ACC constant[LOSS_TILE]; /* 1 if the whole gradient is `factor` */
   int64_t target[LOSS_TILE];
 } NAME(tile_t);
 
-/* The place of a tile. */
+/* The location of a tile. */
 typedef struct {
-  int64_t o, i; /* its outer index, and the first of its inner elements */
+  int64_t o, i; /* its outer index, and its first inner element */
   int width;
 } NAME(place_t);
 
@@ -20,7 +20,7 @@ ALWAYS_INLINE NAME(place_t) NAME(place_of)(const loss_rows *rows, int64_t item) 
   return (NAME(place_t)){item / tiles, i, left < LOSS_TILE ? (int)left : LOSS_TILE};
 }
 
-/* The inner element of lane k of a tile. */
+/* Returns the inner element that lane k of a tile holds. */
 ALWAYS_INLINE int NAME(element_of)(int k) { return k / BLOCK * BLOCK + NAME(column)(k % BLOCK); }
 
 ALWAYS_INLINE void NAME(set_lane)(NAME(tile_t) * tile, int k, gradient_t g) {
@@ -34,8 +34,8 @@ ALWAYS_INLINE void NAME(set_lane)(NAME(tile_t) * tile, int k, gradient_t g) {
   tile->target[k] = g.target;
 }
 
-/* One column of a block of n lanes, the first of which is lane `first`. `at` holds the lanes'
- * targets, relative to column c. */
+/* Computes one column of the gradient for n lanes from lane `first` on. at[k] is the column of lane
+ * k's target. c is the column; both count from the same column of the tile's chunk. */
 ALWAYS_INLINE void NAME(tile_gradient_column)(const NAME(tile_t) * tile, const T *x, T *out,
                                               NAME(map_t) map, ACC weight, const int32_t *at,
                                               int32_t c, int first, int n, int form, int stream) {
@@ -63,14 +63,14 @@ ALWAYS_INLINE void NAME(tile_gradient_column)(const NAME(tile_t) * tile, const T
   STORE(out, v, n, stream);
 }
 
-/* tile_gradient_column() for any flags `form` and any n, as a call instead of inlined code. */
+/* Does the same as tile_gradient_column() for any flags and any n, without being inlined. */
 NOINLINE void NAME(tile_gradient_part)(const NAME(tile_t) * tile, const T *x, T *out,
                                        NAME(map_t) map, ACC weight, const int32_t *at, int32_t c,
                                        int first, int n, int form) {
   NAME(tile_gradient_column)(tile, x, out, map, weight, at, c, first, n, form, 0);
 }
 
-/* All columns of a block. */
+/* Computes all columns of the gradient for a block of lanes. */
 ALWAYS_INLINE void NAME(tile_gradient_block)(const loss_rows *rows, const NAME(tile_t) * tile,
                                              const T *x, T *out, NAME(map_t) map, int first, int n,
                                              int form, int stream) {
@@ -97,7 +97,7 @@ ALWAYS_INLINE void NAME(tile_gradient_block)(const loss_rows *rows, const NAME(t
 
 static void NAME(tile_gradient)(const loss_rows *rows, const NAME(tile_t) * tile, const T *x,
                                 T *out, NAME(place_t) place, const NAME(call_t) * call, int form) {
-  /* Streamed only if every column of the tile begins at 64 bytes. */
+  /* Non-temporal stores need every column of the tile to begin at a multiple of 64 bytes. */
   const int stream =
       call->stream && rows->inner * (int64_t)sizeof(T) % 64 == 0 && (uintptr_t)out % 64 == 0;
   for (int k = 0; k < place.width; k += BLOCK) {
@@ -110,7 +110,7 @@ static void NAME(tile_gradient)(const loss_rows *rows, const NAME(tile_t) * tile
   }
 }
 
-/* smooth[k] = the sum of w_c * (z_c - max) of a tile's lanes. */
+/* Sets smooth[k] to the sum of w_c * (z_c - max) of lane k. */
 NOINLINE void NAME(tile_smooth_sums)(double *smooth, const loss_rows *rows,
                                      const NAME(tile_sums_t) * sums, const T *x, int width,
                                      NAME(map_t) map, int form) {

@@ -2,12 +2,12 @@
 //
 // loss_forward_rows     inner = 1: a warp or a CTA reads a row once, with a running maximum, and
 //                       does not keep it.
-// loss_backward_rows    inner = 1: element by element, from the row's lse. A CTA processes a tile
-//                       of a wide row, or several narrow rows.
+// loss_backward_rows    inner = 1: the gradient is computed element by element from the row's lse.
+//                       A CTA processes a tile of a wide row, or several narrow rows.
 // loss_gradient_rows    forward with the gradient, without softcap and smoothing: the row is in
 //                       registers (rows/plan.h), so it is read once and then overwritten.
-// loss_*_strips         everything else: other dimensions and float64.
-// loss_reduce           the sum over the rows, in two steps.
+// loss_*_strips         all other cases: other dimensions and float64.
+// loss_partial_sums and loss_total compute the sum over the rows, in two steps.
 #include <algorithm>
 
 #include "loss/loss_kernels.cuh"
@@ -29,8 +29,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   const loss_rows &rows = p.args.rows;
   RowFragment<T, K, ALIGNED> x{};
   const T *const from_row = static_cast<const T *>(rows.logits) + at.row * p.cols;
-  // In place, threads overwrite the row after the first sum. So every thread reads the target's
-  // logit before this sum, as the start of its maximum.
+  // In place, threads overwrite the row after the first sum. Every thread therefore reads the
+  // target's logit before this sum, as the start of its maximum.
   float own = -INFINITY, sum[1] = {0}, z_target = 0;
   if (at.is_row) {
     x.load(from_row, at.window, p.hint);
@@ -82,7 +82,8 @@ auto with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
   return f(std::integral_constant<Mode, PLAIN>{});
 }
 
-// Calls f(zero of the rows' type, mode, N). Threads load N > 1 elements at once for PLAIN alone.
+// Calls f(zero of the rows' type, mode, N). N is the number of elements that a thread loads at
+// once. It is greater than 1 only for PLAIN.
 template <typename F>
 cudaError_t with_strip_kernel(const loss_rows &rows, bool has_entropy, bool are_aligned, F &&f) {
   return with_dtype(rows.dtype, [&](auto zero) {
@@ -102,9 +103,9 @@ int64_t vectors_of(const loss_rows &rows) {
   return ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
 }
 
-// The shape of a CTA: x threads per row, y rows. x is the smallest power of two from 4 to `most`
-// with which a thread has at most `vectors` vectors of its row, or `most`. With fewer threads a row
-// would take longer.
+// Returns the shape of a CTA: x threads per row and y rows. x is the smallest power of two from 4
+// to `most` with which a thread has at most `vectors` vectors of its row, or `most` if there is
+// none. With fewer threads a row would take longer.
 dim3 row_threads(const loss_rows &rows, int vectors, unsigned most) {
   unsigned x = 4;
   while (x < most && static_cast<int64_t>(x) * vectors < vectors_of(rows)) x *= 2;

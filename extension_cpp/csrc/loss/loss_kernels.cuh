@@ -7,13 +7,14 @@
 
 namespace losses {
 
-constexpr int NARROW = 1024;  // up to this many vectors, one warp processes a row in forward
+constexpr int NARROW = 1024;  // up to this many vectors, forward processes a row with one warp
 constexpr int CTA_THREADS = 256;
-// Vectors that a thread loads at once. TILE_VECTORS: vectors per thread of a wide row in backward.
+// The number of vectors that a thread loads at once. TILE_VECTORS is the number of vectors per
+// thread of a wide row in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2, TILE_VECTORS = 8;
-constexpr int BACKWARD_CTAS = 5;  // per SM: the compiler may use 48 registers per thread
+constexpr int BACKWARD_CTAS = 5;  // per SM; this lets the compiler use 48 registers per thread
 
-// The range of part `part` of `count` items that are divided into `parts` equal parts.
+// The range of part `part`, if `count` items are divided into `parts` equal parts.
 struct Cut {
   int64_t begin, end;
 
@@ -24,12 +25,12 @@ struct Cut {
   }
 };
 
-// ---- walking through a row in memory, whatever its alignment ----
+// ---- loops over a row in memory, of any alignment ----
 
 template <typename T>
 struct RowSpan {
   static constexpr int N = VECTOR<T>;
-  int64_t head, vectors;  // columns before the first whole vector; number of whole vectors
+  int64_t head, vectors;  // number of columns before the first whole vector, and of whole vectors
 
   __device__ RowSpan(const T *row, int64_t cols) {
     const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
@@ -38,8 +39,8 @@ struct RowSpan {
   }
 };
 
-// Calls f(values, column) for this thread's vectors in [begin, end) and, if has_edges, for the
-// columns before and after the vectors.
+// Calls f(values, column) for this thread's vectors in [begin, end). With has_edges it also calls f
+// for the columns before and after the whole vectors.
 template <int UNROLL, typename T, typename F>
 __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, int64_t begin,
                             int64_t end, bool has_edges, F &&f) {
@@ -54,7 +55,7 @@ __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, 
       f(value, c);
     }
   }
-  // The last vectors of a thread are loaded at once, too.
+  // Loads UNROLL vectors at once. At the end of the row there may be fewer (is_whole is false).
   const auto batch = [&](int64_t v, auto is_whole) {
     Vector<T, N> bits[UNROLL];
 #pragma unroll
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
   }
 }
 
-// What forward sums over a row of a strip. smooth = sum(w_c * (z_c - origin)).
+// The sums of forward over a row of a strip. smooth = sum(w_c * (z_c - origin)).
 template <Mode MODE, typename A>
 struct LossSum : ExpSum<A, MODE == ENTROPY> {
   static constexpr A smooth = 0;
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(STRIP_THREADS, STRIP_CTAS)
 
 // ---- backward ----
 
-// Element i of an array whose dtype is known at run time.
+// Returns element i of an array whose dtype is known only at run time.
 template <typename A>
 __device__ inline A number(const void *data, dtype_t dtype, int64_t i) {
   switch (dtype) {
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(CTA_THREADS, BACKWARD_CTAS)
                                                    tile == 0, apply);
       continue;
     }
-    // If x and out have different alignment, no vector is aligned in both.
+    // x and out have different alignment, so no vector is aligned in both.
     const Cut mine(rows.cols, tiles, tile);
     for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
       float value[1] = {to_acc(x[c])};
@@ -300,7 +301,8 @@ __device__ inline void add_row(double (&sums)[2], const loss_reduce_args &p, int
   }
 }
 
-// CTA i sums LOSS_REDUCED_ROWS rows into partial[2 * i], and their weights into partial[2 * i + 1].
+// CTA i sums the losses of LOSS_REDUCED_ROWS rows into partial[2 * i], and their weights into
+// partial[2 * i + 1].
 template <typename A>
 __global__ void __launch_bounds__(REDUCE_THREADS)
     loss_partial_sums(const __grid_constant__ loss_reduce_args p) {

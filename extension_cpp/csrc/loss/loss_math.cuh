@@ -1,5 +1,5 @@
-// The formulas of loss.h on the GPU: the logit z, the results of a row, the gradient. A is the
-// accumulation type.
+// The formulas of loss.h on the GPU: the logit z, the results of a row, and the gradient. A is
+// double for float64, and float otherwise.
 #ifndef EXTENSION_CPP_LOSS_MATH_CUH
 #define EXTENSION_CPP_LOSS_MATH_CUH
 
@@ -11,22 +11,23 @@ namespace losses {
 
 using namespace rows;
 
-// PLAIN: cross_entropy without softcap and smoothing. ENTROPY: token_log_probs. GENERAL: the rest.
+// The variants of the kernels. PLAIN is cross_entropy without softcap and smoothing, GENERAL is
+// cross_entropy with either, and ENTROPY is token_log_probs.
 enum Mode { PLAIN, GENERAL, ENTROPY };
 
-// The absolute error is about 1e-7, which is enough for z. tanhf is more accurate near 0, but takes
-// ten times the code.
+// Returns tanh(x). The absolute error is about 1e-7, which is enough for z. tanhf is more accurate
+// near 0, but takes ten times the code.
 __device__ inline float hyperbolic_tangent(float x) {
   return copysignf(1 - 2 / (exponential(2 * fabsf(x)) + 1), x);
 }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
-// A product that is not fused with an addition. If the compiler fused it in only one of two places,
-// the same z would have two values.
+// Returns x * y. The compiler does not fuse this product with an addition. If it did so in only one
+// of two places, the same z would have two values.
 __device__ inline float rounded(float x, float y) { return __fmul_rn(x, y); }
 __device__ inline double rounded(double x, double y) { return __dmul_rn(x, y); }
 
-// The map from x to z, and for GENERAL dz/dx at z.
+// The map from x to z, and its slope dz/dx at z, which only GENERAL uses.
 template <Mode MODE, typename A>
 struct Logit {
   A scale, softcap;
@@ -41,25 +42,25 @@ struct Logit {
   __device__ A slope(A z) const { return softcap == 0 ? scale : 1 - (z / softcap) * (z / softcap); }
 };
 
-// The weight of class c.
+// Returns the weight of class c.
 template <typename A>
 __device__ inline A class_weight(const loss_rows &p, int64_t c) {
   return p.weight == nullptr ? A(1) : static_cast<const A *>(p.weight)[c];
 }
 
-// W, the sum of the class weights.
+// Returns W, the sum of the class weights.
 template <typename A>
 __device__ inline A weight_sum(const loss_rows &p) {
   return p.weight_sum == nullptr ? static_cast<A>(p.cols) : *static_cast<const A *>(p.weight_sum);
 }
 
-// label_smoothing / cols.
+// Returns label_smoothing / cols.
 template <typename A>
 __device__ inline A smoothing(const loss_rows &p) {
   return static_cast<A>(p.options.label_smoothing / static_cast<double>(p.cols));
 }
 
-// A row's target: a class, ignored, or outside of the classes.
+// A row's target: a class, ignored, or outside the classes.
 struct Target {
   int64_t c;
   bool is_ignored, is_class;
@@ -70,15 +71,16 @@ struct Target {
         is_class(c >= 0 && c < p.cols) {}
 };
 
-// Label smoothing sums z - origin, and the origin is near the row's logits: the first one.
+// Returns the origin for label smoothing, which sums z - origin. The origin is the row's first
+// logit z, because the other logits are near it, or 0 if z is not finite.
 template <typename A>
 __device__ inline A smoothing_origin(A z) {
   return isfinite(z) ? z : A(0);
 }
 
-// Writes the results of row r. The exponentials are relative to `from`. exp(log_sum) is their sum,
-// and `moment` is their moment divided by the sum. smooth = sum(w_c * (z_c - origin)), and z is the
-// target's logit.
+// Writes the results of row r. z is the target's logit. The exponentials are relative to `from`,
+// exp(log_sum) is their sum, and `moment` is their moment over the sum. smooth = sum(w_c * (z_c -
+// origin)).
 template <Mode MODE, typename A>
 __device__ inline void write_results(const loss_forward_args &p, int64_t r, const Target &target,
                                      A z, A from, A log_sum, A moment, A smooth, A origin) {
@@ -104,20 +106,21 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
   static_cast<A *>(p.loss)[r] = loss;
   if (MODE == ENTROPY) {
     const A entropy = target.is_class ? log_sum - moment : A(NAN);
-    static_cast<A *>(p.entropy)[r] = entropy < 0 ? A(0) : entropy;  // < 0 by rounding
+    static_cast<A *>(p.entropy)[r] = entropy < 0 ? A(0) : entropy;  // rounding may make it negative
   }
 }
 
-// The gradient of a row: dz_c = p_c * (of_p + of_p_log_p * log(p_c)) + [c = t] * of_target
-//                              - of_weight * w_c.
+// The gradient of a row:
+//   dz_c = p_c * (of_p + of_p_log_p * log(p_c)) + [c = t] * of_target - of_weight * w_c
 template <typename A>
 struct RowGradient {
   A of_p, of_p_log_p, of_target, of_weight;
-  A from, log_sum;  // log(p_c) = (z_c - from) - log_sum; in backward the two numbers of lse
+  // log(p_c) = (z_c - from) - log_sum; in backward these are the two numbers of lse
+  A from, log_sum;
   int64_t target;
   bool is_zero;
 
-  // The gradient of cross_entropy, times g.
+  // Sets the gradient of cross_entropy, times g.
   __device__ void set(const loss_rows &p, const Target &row, A g) {
     const A s = static_cast<A>(p.options.label_smoothing), lse = from + log_sum;
     const A w = row.is_class ? class_weight<A>(p, row.c) : A(NAN);
@@ -132,7 +135,7 @@ struct RowGradient {
     if (is_zero) of_target = 0;
   }
 
-  // The gradient of token_log_probs, times g and g_entropy. It contains dz/dx, which is the scale.
+  // Sets the gradient of token_log_probs, times g and g_entropy, and times dz/dx, which is `scale`.
   __device__ void set_entropy(const loss_rows &p, const Target &row, A entropy, A g, A g_entropy) {
     const A scale = static_cast<A>(p.scale);
     of_p = row.is_class ? scale * (-g - g_entropy * entropy) : A(NAN);
@@ -162,7 +165,8 @@ struct RowGradient {
       }
       x[j] = is_zero ? A(0) : grad;
     }
-    // GENERAL: the loop above has added the target's term, because dz/dx depends on z with softcap.
+    // In GENERAL the loop above has added the target's term, because softcap makes dz/dx depend on
+    // z.
     if constexpr (MODE != GENERAL) {
       if (at < 0) return;
 #pragma unroll

@@ -1,5 +1,5 @@
-// loss_scale on the GPU: flat over the elements (common/cuda/pointwise.cuh). PyTorch's product with
-// a number in GPU memory is not vectorised, and half as fast.
+// loss_scale on the GPU, element by element (common/cuda/pointwise.cuh). PyTorch's product with a
+// number in GPU memory is not vectorised, and half as fast.
 #include "common/cuda/pointwise.cuh"
 #include "loss/loss.h"
 

@@ -1,4 +1,4 @@
-// Checks, memory and launches of the losses (loss_shim.h).
+// Checks, allocation and launches of the losses (loss_shim.h).
 #include "loss/loss_shim.h"
 
 #include <algorithm>
@@ -21,15 +21,15 @@ static bool are_equal(Sizes a, Sizes b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
-// The shape of logits without the dimension of the classes.
+// Returns the shape of logits without the dimension of the classes.
 static std::vector<int64_t> rows_shape(const Tensor &logits, int64_t class_dim) {
   std::vector<int64_t> sizes(logits.sizes().begin(), logits.sizes().end());
   sizes.erase(sizes.begin() + class_dim);
   return sizes;
 }
 
-// On the CPU the values are checked, too. On the GPU this would have to wait for the device, so the
-// kernel returns NaN for a wrong target.
+// Checks target's dtype and shape, and on the CPU also its values. On the GPU a check of the values
+// would have to wait for the device, so the kernel returns NaN for a wrong target instead.
 static void check_target(const char *op, const Tensor &target, const Tensor &logits,
                          int64_t class_dim, int64_t ignore_index) {
   check_device(op, "target", target, "logits", logits);
@@ -46,7 +46,7 @@ static void check_target(const char *op, const Tensor &target, const Tensor &log
   const Tensor dense = as_contiguous(target);
   const auto *const values = static_cast<const int64_t *>(dense.const_data_ptr());
   const int64_t classes = logits.size(class_dim);
-  const bool can_ignore = ignore_index != INT64_MIN;  // token_log_probs cannot
+  const bool can_ignore = ignore_index != INT64_MIN;  // token_log_probs ignores no target
   for (int64_t i = 0; i < dense.numel(); ++i) {
     if (values[i] >= 0 && values[i] < classes) continue;
     if (can_ignore && values[i] == ignore_index) continue;
@@ -65,7 +65,7 @@ static void check_weight(const char *op, const Tensor &weight, const Tensor &log
   }
 }
 
-// Fails unless softcap and 1 / softcap are finite in the accumulation type; else z may be NaN.
+// Fails unless softcap and 1 / softcap are finite in the accumulation type, because z could be NaN.
 static void check_softcap(const char *op, double softcap, dtype_t dtype) {
   const bool is_double = dtype == DTYPE_FLOAT64;
   const double least = is_double ? DBL_MIN : FLT_MIN, most = is_double ? DBL_MAX : FLT_MAX;
@@ -75,7 +75,7 @@ static void check_softcap(const char *op, double softcap, dtype_t dtype) {
   }
 }
 
-// The dtype of logits.
+// Checks all inputs, and returns the dtype of logits.
 static dtype_t check_inputs(const char *op, const Tensor &logits, const Tensor &target,
                             const Optional &weight, const LossOptions &options, int64_t class_dim) {
   const dtype_t dtype = check_dtype(op, "logits", logits);
@@ -107,7 +107,7 @@ void check_statistic(const char *op, const char *name, const Tensor &x, const Te
   }
 }
 
-// The shape of lse: two numbers for each row.
+// Returns the shape of lse, which has two numbers for each row.
 static std::vector<int64_t> lse_shape(const Tensor &target) {
   std::vector<int64_t> sizes(target.sizes().begin(), target.sizes().end());
   sizes.push_back(2);
@@ -131,7 +131,7 @@ dtype_t check_loss_grad(const char *op, const char *name, const Tensor &grad, co
 
 // ---- memory ----
 
-// weight in the accumulation type.
+// Returns weight in the accumulation type.
 static Optional widened(const Optional &weight, dtype_t dtype) {
   if (!weight) return std::nullopt;
   if (weight->scalar_type() == scalar_type(acc_dtype(dtype))) return as_contiguous(*weight);
@@ -193,7 +193,8 @@ LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target
   return rows;
 }
 
-// The fewest items per CPU thread: only 16 KiB of traffic, because exp takes most of the time.
+// Returns the smallest number of work items per CPU thread. It amounts to only 4096 logits, because
+// exp takes most of the time.
 static int64_t grain(const loss_rows &rows) {
   return ceil_div(4096, rows.cols * std::min<int64_t>(rows.inner, LOSS_TILE));
 }

@@ -1,4 +1,4 @@
-// token_log_probs: schema, checks, launches and registration. loss.h has the kernels' contract.
+// token_log_probs: schema, checks, launches and registration. loss.h defines its formulas.
 #include <algorithm>
 
 #include "loss/loss_shim.h"

@@ -1,4 +1,4 @@
-// mish: schemas, checks, allocation and registration. The kernels' contract is in mish.h.
+// mish: schemas, checks, allocation and registration. mish.h has the formulas.
 #include "mish/mish.h"
 
 #include "common/shim/op.h"

@@ -1,5 +1,4 @@
-/* mish on the CPU: flat over the elements, one block at a time. The arithmetic is in
- * mish_cpu_kernel.h. */
+/* mish on the CPU, element by element in blocks. The arithmetic is in mish_cpu_kernel.h. */
 #include "mish/mish.h"
 
 #include "common/cpu/block.h"
@@ -7,8 +6,8 @@
 #include "common/cpu/long_chains.h"
 #include "common/cpu/math.h"
 
-/* Below MISH_ZERO a selection replaces exp(x) by 0. In float, x exp(x) rounds to 0 below -110, and
- * the scaled exp is not valid below -131. In double, exp(x) is 0 below -746. */
+/* For x below MISH_ZERO, a selection replaces exp(x) by 0. In float, x exp(x) rounds to 0 below
+ * -110, and the scaled exp is not valid below -131. In double, exp(x) is 0 below -746. */
 #define MISH_ZERO(x) _Generic((x), float : -110.0f, double : -750.0)
 #define MISH_LINEAR(x) _Generic((x), float : 20.0f, double : 24.0)
 

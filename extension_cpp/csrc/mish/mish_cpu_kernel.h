@@ -1,11 +1,11 @@
-/* Compiled once per element type by mish_cpu.c (for_each_dtype.h defines T, ACC, NAME, LOAD
- * and STORE).
+/* CPU kernels of mish. mish_cpu.c compiles this file once per element type (for_each_dtype.h
+ * defines T, ACC, NAME, LOAD and STORE).
  *
- * `scaled` is exp(x) times a power of two (EXP_SCALED in cpu/math.h). It keeps its digits where
- * exp(x) itself underflows, and the last multiplication removes the power. So x exp(x) is accurate
- * wherever float can hold the result. */
+ * `scaled` is exp(x) times a power of two (EXP_SCALED in common/cpu/math.h). It keeps its digits
+ * where exp(x) itself underflows. The last multiplication removes the power, so x exp(x) is
+ * accurate wherever float can represent the result. */
 
-/* The scaled exp(x), or 0 for x so small that every result is 0. */
+/* Returns the scaled exp(x), or 0 for x so small that every result is 0. */
 ALWAYS_INLINE ACC NAME(mish_exp)(ACC x) {
   const ACC scaled = EXP_SCALED(x);
   return x < MISH_ZERO(x) ? 0 : scaled;

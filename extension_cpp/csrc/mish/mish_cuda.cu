@@ -1,6 +1,6 @@
-// mish on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda/pointwise.cuh). The formulas are in mish.h. exp2 and the division are the hardware's
-// approximations (2 ulp each); float64 uses exp and /.
+// mish on the GPU, element by element. A thread processes two 16-byte vectors of each operand
+// (common/cuda/pointwise.cuh). mish.h has the formulas. exp2 and the division are the hardware's
+// approximations (2 ulp each). float64 uses exp and /.
 #include "common/cuda/exp.cuh"
 #include "common/cuda/pointwise.cuh"
 #include "mish/mish.h"

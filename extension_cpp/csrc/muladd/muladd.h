@@ -1,10 +1,11 @@
 /* muladd: out[i] = a[i] * b[i] + c
  * muladd_backward: grad_a[i] = grad_out[i] * b[i], grad_b[i] = grad_out[i] * a[i]
- *   every pointer  (numel), dense, all of one type and one element order; out may be a or b itself,
- *                  no other overlap
- *   c              any value; converted to float (float64: double), not to a half type
- * numel = 0 writes nothing. NaN propagates. Forward is one fma in float (float64: double); x86's
- * baseline instruction set has none and rounds the product, too. Deterministic. */
+ *   every pointer  (numel), dense, all of one dtype and one order of elements; out may be a or b
+ *                  itself, no other overlap
+ *   c              any value; converted to float (double for float64), not to a half type
+ * With numel = 0 nothing is written. NaN propagates. Forward is one fma in float (double for
+ * float64). x86's baseline instruction set has no fma and rounds the product, too. Results are
+ * deterministic. */
 #ifndef EXTENSION_CPP_MULADD_H
 #define EXTENSION_CPP_MULADD_H
 
@@ -34,11 +35,11 @@ typedef struct {
   dtype_t dtype;
 } muladd_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
 void muladd_forward_cpu(int64_t begin, int64_t end, void *args);
 void muladd_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
 int muladd_forward_cuda(const muladd_forward_args *args, void *stream);
 int muladd_backward_cuda(const muladd_backward_args *args, void *stream);
 

@@ -1,5 +1,4 @@
-/* muladd on the CPU: flat over the elements, one block at a time. The arithmetic is in
- * muladd_cpu_kernel.h. */
+/* muladd on the CPU, element by element in blocks. The arithmetic is in muladd_cpu_kernel.h. */
 #include "muladd/muladd.h"
 
 #include "common/cpu/block.h"

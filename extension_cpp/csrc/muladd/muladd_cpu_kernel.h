@@ -1,5 +1,5 @@
-/* Compiled once per element type by muladd_cpu.c (for_each_dtype.h defines T, ACC, NAME,
- * LOAD and STORE). */
+/* CPU kernels of muladd. muladd_cpu.c compiles this file once per element type (for_each_dtype.h
+ * defines T, ACC, NAME, LOAD and STORE). */
 
 ALWAYS_INLINE void NAME(muladd_forward_block)(const muladd_forward_args *args, int64_t i, int n,
                                               int stream) {
@@ -29,7 +29,8 @@ ALWAYS_INLINE void NAME(muladd_backward_block)(const muladd_backward_args *args,
 }
 
 static void NAME(muladd_backward)(const muladd_backward_args *args, int64_t begin, int64_t end) {
-  /* FOR_BLOCKS looks at grad_a's alignment alone. The allocator aligns fresh tensors alike. */
+  /* FOR_BLOCKS checks only grad_a's alignment. grad_b usually has the same, because the allocator
+   * aligns new tensors alike. */
   const int stream =
       cpu_should_stream(5 * args->numel * (int64_t)sizeof(T)) && (uintptr_t)args->grad_b % 64 == 0;
   FOR_BLOCKS(NAME(muladd_backward_block), args, begin, end, (T *)args->grad_a + begin, stream);

@@ -1,5 +1,5 @@
-// layer_norm, rms_norm and their forms with a residual and dropout: checks, allocation, schemas and
-// registration. norm.h has the kernels' contract.
+// layer_norm, rms_norm and their forms fused with a residual and dropout: checks, allocation,
+// schemas and registration. norm.h defines what the kernels compute.
 #include "norm/norm.h"
 
 #include <algorithm>
@@ -20,7 +20,8 @@ static const Optional NONE;
 
 // ---- checks ----
 
-// Fails unless weight (or bias) has normalized_shape, x's device, and x's dtype or float32.
+// Returns the dtype of weight (or bias). Fails unless it has the shape normalized_shape, x's
+// device, and x's dtype or float32.
 static dtype_t check_weight(const char *op, const char *name, const Tensor &weight, const Tensor &x,
                             Sizes normalized_shape) {
   const dtype_t dtype = check_same_or_float32(op, name, weight, "x", x);
@@ -31,8 +32,8 @@ static dtype_t check_weight(const char *op, const char *name, const Tensor &weig
   return dtype;
 }
 
-// Checks the inputs of a call, and fills in the types and sizes of its arguments. x becomes a
-// matrix whose columns are the normalized dimensions.
+// Checks the inputs of a call, and sets the types and sizes in `args`. x is treated as a matrix
+// whose columns are the normalized dimensions.
 template <typename Args>
 static void check_inputs(Args &args, const char *op, const Tensor &x, Sizes normalized_shape,
                          const Optional &weight, const Optional &bias) {
@@ -53,7 +54,7 @@ static void check_inputs(Args &args, const char *op, const Tensor &x, Sizes norm
   for (size_t d = 0; d < x_dims; ++d) (d < x_dims - dims ? args.rows : args.cols) *= sizes[d];
 }
 
-// p = 0 means no dropout, with or without a seed.
+// Returns the dropout argument of a kernel. p = 0 means no dropout, with or without a seed.
 static dropout_t check_dropout(const char *op, double p, const Optional &seed, const Tensor &x) {
   check_probability(op, p);
   if (seed) check_seed(op, *seed, x);
@@ -75,16 +76,17 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
 
 static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
 
-// weight or bias as the kernels read it.
+// A weight or bias in the form that the kernels read.
 struct Parameter {
-  Optional tensor;  // the contiguous tensor, if there is one
-  // On the CPU: the output of norm_widen_cpu. A tensor would take ten times as long to allocate.
+  Optional tensor;  // the contiguous tensor, if the caller gave one
+  // On the CPU, the output of norm_widen_cpu. Allocating a tensor for it would take ten times as
+  // long.
   std::unique_ptr<void, decltype(&std::free)> wide{nullptr, &std::free};
 
   [[nodiscard]] const void *data() const { return wide ? wide.get() : pointer(tensor); }
 };
 
-// On the CPU `value` is in every column if there is no tensor.
+// Converts weight or bias for the kernels. On the CPU, `value` stands in for a tensor that is None.
 template <typename Args>
 static Parameter parameter_for_kernel(const Optional &weight, double value, const Args &args,
                                       const Tensor &x) {
@@ -101,23 +103,24 @@ static Parameter parameter_for_kernel(const Optional &weight, double value, cons
   return parameter;
 }
 
-// Allocates a tensor of these sizes if `needed`, else an empty one.
+// Allocates a tensor of these sizes if it is needed, and a tensor without elements otherwise.
 static Tensor allocate_if(bool needed, Sizes sizes, dtype_t dtype, const Tensor &like) {
   const int64_t none = 0;
   return allocate(needed ? sizes : Sizes{&none, 1}, dtype, like);
 }
 
-// ---- one forward and one backward for all ops; their arguments are those of add_layer_norm ----
+// ---- one forward and one backward function for all ops, with the arguments of add_layer_norm ----
 
 struct Outputs {
   Tensor y;
-  Optional sum;         // only with a residual
-  Optional mean, rstd;  // x's shape with normalized dimensions of size 1, to broadcast
+  Optional sum;  // only in ops with a residual
+  // x's shape, with size 1 in the normalized dimensions, so that they broadcast to x
+  Optional mean, rstd;
 };
 
-// In rms_norm `bias` is nullptr, and in ops without a residual `residual` is. Dropout drops
-// elements of x if there is a residual, otherwise elements of y. The default of eps is the machine
-// epsilon of the accumulation type.
+// Checks, allocates and launches forward. `bias` is nullptr in rms_norm, and `residual` is nullptr
+// in ops without one. Dropout applies to x if there is a residual, and to y otherwise. eps defaults
+// to the machine epsilon of the accumulation type.
 static Outputs norm_forward(const char *op, bool with_statistics, const Tensor &x,
                             const Tensor *residual, Sizes normalized_shape, const Optional &weight,
                             const Optional *bias, std::optional<double> eps, double p,
@@ -156,23 +159,22 @@ static Outputs norm_forward(const char *op, bool with_statistics, const Tensor &
     args.residual_stride = residual_rows.stride;
     args.sum = out.sum->mutable_data_ptr();
   }
-  // The fewest rows per CPU thread: 128 KiB of traffic.
+  // Each CPU thread gets rows with at least 128 KiB of memory traffic.
   const int64_t row_bytes = args.cols * x.element_size();
   const int64_t grain = ceil_div(128 << 10, std::max<int64_t>(2 * row_bytes, 1));
   launch(op, KERNEL(norm_forward), args, x, args.rows, grain);
   return out;
 }
 
-// The gradients. `x` belongs to the normalized tensor. A gradient that is not needed is an empty
-// tensor.
+// The gradients that backward returns. A gradient that is not needed is a tensor without elements.
 struct Gradients {
   Tensor x, weight;
-  Optional bias;     // only of layer_norm's ops
-  Optional dropped;  // only with a residual: dropout(x)
+  Optional bias;     // only in ops of layer_norm
+  Optional dropped;  // gradient of x before its dropout; only in ops with a residual
 };
 
-// `x` is the normalized tensor: the result `sum` in ops with a residual. In other ops `grad_sum` is
-// nullptr. In rms_norm `mean` is nullptr.
+// `x` is the tensor that was normalized, which is `sum` in ops with a residual. `grad_sum` is
+// nullptr in other ops, and `mean` is nullptr in rms_norm.
 static Gradients norm_backward(const char *op, const Tensor &grad_out, const Optional *grad_sum,
                                const Tensor &x, Sizes normalized_shape, const Tensor *mean,
                                const Tensor &rstd, const Optional &weight, const Optional &bias,
@@ -224,8 +226,8 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
     partial.emplace(allocate({&doubles, 1}, DTYPE_FLOAT64, x));
     args.partial = partial->mutable_data_ptr();
   }
-  // Without rows the gradients of weight and bias are 0: on the GPU this kernel writes them, on the
-  // CPU the sums below do.
+  // Without rows the gradients of weight and bias are 0. On the GPU this launch writes the zeros.
+  // On the CPU norm_grad_weight_cpu writes them.
   if (args.rows > 0 || x.is_cuda())
     launch(op, KERNEL(norm_backward), args, x, norm_parts(args.rows, args.cols), 1);
   if (needs_sums && !x.is_cuda())
@@ -235,7 +237,7 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
 
 // ---- the ops ----
 
-// What an op returns: the results and the statistics; its no-grad overload the results alone.
+// Returns the results of an op and its statistics. A no-grad overload returns only the results.
 template <bool with_statistics, typename... Results, typename... Statistics>
 static auto returned(const std::tuple<Results...> &results, const Statistics &...statistics) {
   if constexpr (with_statistics)
@@ -244,7 +246,7 @@ static auto returned(const std::tuple<Results...> &results, const Statistics &..
     return results;
 }
 
-// with_statistics: true for the operator, false for its no-grad overload.
+// with_statistics is true for the operator and false for its no-grad overload.
 template <bool with_statistics>
 static auto layer_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
                        const Optional &bias, double eps) {
@@ -309,7 +311,8 @@ static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, cons
 }
 
 // add_layer_norm_backward and add_rms_norm_backward return the gradients of x and of residual.
-// Without dropout the two are equal, and the kernel writes only that of residual.
+// Without dropout the two are equal, and only that of residual is written. That of x has no
+// elements.
 
 static std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     const Tensor &grad_out, const Optional &grad_sum, const Tensor &sum,

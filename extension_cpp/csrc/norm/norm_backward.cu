@@ -1,4 +1,4 @@
-// Launches backward on the GPU.
+// Launches the backward kernels on the GPU.
 #include "norm/norm_backward_pipeline.cuh"
 #include "norm/norm_backward_split.cuh"
 

@@ -1,7 +1,7 @@
-// Backward of the norms on the GPU: what its kernels share, and persistent_kernel. Each of its CTAs
-// and each cluster of pipeline_kernel writes a partial row of the parameters' gradients besides
-// grad_x. sum_partials_kernel (norm_generic.cuh) adds these rows in a fixed order. No kernel uses
-// atomics, so every run gives the same bits.
+// Backward of the norms on the GPU: code that its kernels share, and persistent_kernel. Besides
+// grad_x, each CTA of persistent_kernel and each cluster of pipeline_kernel writes a partial row of
+// the parameters' gradients. sum_partials_kernel (norm_generic.cuh) adds these rows in a fixed
+// order. No kernel uses atomics, so every run gives the same bits.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 
@@ -9,22 +9,23 @@
 
 namespace norms {
 
-// mean and rstd of a row. The loops over rows load them one or two rows ahead.
+// Loads mean and rstd of a row. The loops over rows call this one or two rows ahead.
 template <typename T>
 __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
   const float mean = p.mean == nullptr ? 0 : static_cast<const float *>(p.mean)[row];
   return {mean, static_cast<const float *>(p.rstd)[row]};
 }
 
-// For half types xhat is one fused operation, x * rstd + offset. The rounding of mean * rstd is too
-// small to matter: values of a half type cannot have a mean so much larger than their deviations.
+// For half types xhat is computed by one fused operation, x * rstd + offset. The rounding of mean *
+// rstd does not matter, because a mean of half-precision values is not so much larger than their
+// deviations.
 template <typename T>
 __device__ inline Statistics<float> to_statistics(float2 moments) {
   if (sizeof(T) == 2) return {0, moments.y, -moments.x * moments.y};
   return {moments.x, moments.y, 0};
 }
 
-// What the loops over rows share: a thread's columns, their weights and their sums over the rows.
+// The state that the loops over rows share: a thread's columns, their weights, and their sums.
 template <typename T, typename Norm, Form FORM, int K, bool ALIGNED>
 struct BackwardRows {
   static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
@@ -60,8 +61,8 @@ struct BackwardRows {
     }
   }
 
-  // Replaces x by xhat, and grad by g = weighted(grad_out). With `sums`, the sums of the row, adds
-  // the elements to them and to the sums of their columns.
+  // Replaces x by xhat, and grad by g = weighted(grad_out). If `sums` is given, it also adds the
+  // elements to the sums of the row (`sums`) and to the sums of their columns.
   template <int M>
   __device__ void normalize(Part<M> part, float (&x)[M], float (&grad)[M],
                             const Statistics<float> &statistics, float (*sums)[P] = nullptr) {
@@ -74,7 +75,8 @@ struct BackwardRows {
     }
   }
 
-  // Writes grad_x and grad_dropped. `x` holds xhat, `grad` holds g; means = the row's sums / cols.
+  // Writes grad_x and grad_dropped. x[] holds xhat, grad[] holds g, and means[] the row's sums /
+  // cols.
   template <int M>
   __device__ void write_part(Part<M> part, int64_t row, const float (&x)[M], const float (&grad)[M],
                              const float (&means)[P], const Fragment &grad_sum,
@@ -94,7 +96,7 @@ struct BackwardRows {
     store<T, M>(static_cast<T *>(p.grad_dropped) + at, grad_x);
   }
 
-  // Writes sum i of each column to out[column].
+  // Writes the i-th sum of each column to out[column].
   __device__ void write_columns(float *out, int i) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -115,13 +117,13 @@ struct BackwardRows {
     if (window.has_edge()) out[window.edge] = columns.edge[0][i];
   }
 
-  // Partial row `unit` (of `units`) of the gradient of parameter i.
+  // Returns partial row `unit` of the gradient of parameter i, which has `units` partial rows.
   __device__ float *partial_row(int i, int64_t unit, int64_t units) const {
     const int64_t number = (i == 1 && p.grad_weight != nullptr ? units : 0) + unit;
     return static_cast<float *>(p.partial) + number * p.cols;
   }
 
-  // Marks the lines of one of the last rows evict_normal again (Plan::release_from).
+  // Marks the L2 lines of one of the last rows evict_normal again (Plan::release_from).
   __device__ void release(int64_t row) const {
     if (row < p.release_from || row >= p.rows) return;
     release_row(p.x_row(row), slice);
@@ -130,28 +132,28 @@ struct BackwardRows {
   }
 };
 
-constexpr int PERSISTENT_ELEMENTS = 16;  // per thread and row
-// The most threads of a CTA; an SM has one CTA.
+constexpr int PERSISTENT_ELEMENTS = 16;  // elements per thread and row
+// The largest number of threads in a CTA. An SM holds one CTA.
 template <typename T, Form FORM, bool ALIGNED>
 constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, FORM, ALIGNED);
 
-// The rows of a persistent CTA. The loads of the next row are in flight while the threads exchange
-// the sums of the current row. LOOPS: false in the split kernel, which has one row per group.
+// The rows of a persistent CTA. While the threads exchange the sums of the current row, the loads
+// of the next row are in flight. LOOPS is false in the split kernel, where a group has one row.
 template <typename T, typename Norm, Form FORM, int K, bool ALIGNED, bool LOOPS = true>
 struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   using Base = BackwardRows<T, Norm, FORM, K, ALIGNED>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
   using typename Base::Fragment, typename Base::Mask;
-  // float32 with two sums per column leaves no registers for the weights: they are loaded from the
-  // cache for every row.
+  // float32 with two sums per column leaves no registers for the weights. They are then loaded from
+  // the cache for every row.
   static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
   using Sum = RowSum<float, 2, true>;
 
   Sum row_sum;
-  const int64_t first;       // row of this group of threads; the next is first + p.groups
-  Fragment x{}, grad_out{};  // the next row's
-  float2 moments{};          // the next row's
-  // The mask of the next row's grad_out or of the current row's grad_dropped. It is computed while
+  const int64_t first;       // first row of this group of threads; the next one is first + p.groups
+  Fragment x{}, grad_out{};  // elements of the next row
+  float2 moments{};          // mean and rstd of the next row
+  // The mask of the next row's grad_out, or of the current row's grad_dropped. It is computed while
   // loads are in flight.
   Mask mask;
   int turn = 0;
@@ -161,7 +163,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
         row_sum(shared, 1, 0),
         first(cta * blockDim.y + threadIdx.y) {}
 
-  // A group without a row has zeros, because its threads still take part in the warp's sums.
+  // Loads a row into registers. If the group has no row, it gets zeros, because its threads still
+  // take part in the warp's sums.
   __device__ void load(int64_t row) {
     if (row < p.rows) {
       x.load(p.x_row(row), window, p.hint);
@@ -173,8 +176,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
     }
   }
 
-  // Prefetches a row of x and grad_out into the L2, and the row before it of grad_sum, which is not
-  // loaded into registers ahead of its use.
+  // Prefetches a row of x and grad_out into the L2. For grad_sum it prefetches the row before,
+  // because grad_sum is loaded into registers only when it is used.
   __device__ void prefetch(int64_t row) const {
     if (FORM == Form::RESIDUAL && p.grad_sum != nullptr && row - p.groups < p.rows) {
       prefetch_slice(p.grad_sum_row(row - p.groups), slice, p.hint);
@@ -184,7 +187,7 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
     prefetch_slice(p.grad_out_row(row), slice, p.hint);
   }
 
-  // Loads what process(first) reads.
+  // Loads everything that process(first) reads.
   __device__ void start() {
     load(first);
     if (LOOPS) prefetch(first + p.groups);
@@ -223,7 +226,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
     });
   }
 
-  // Adds the groups' column sums and writes the CTA's partial row. `shared` holds a row per group.
+  // Adds the groups' column sums, and writes the CTA's partial row. `shared` has room for a row per
+  // group.
   __device__ void write_partial(float *shared) const {
     const int threads = blockDim.x * blockDim.y;
     for (int i = 0; i < P; ++i) {
@@ -248,7 +252,7 @@ __global__ void __launch_bounds__((PERSISTENT_THREADS<T, FORM, ALIGNED>), 1)
     persistent_kernel(const __grid_constant__ BackwardParams<T> p) {
   using Rows = PersistentRows<T, Norm, FORM, K, ALIGNED>;
   __shared__ typename Rows::Sum::Shared shared;
-  // A thread of an unaligned row may have an edge besides its vectors.
+  // In unaligned rows, a thread may own a single element (edge) besides its vectors.
   __shared__ __align__(
       16) float partial[PERSISTENT_THREADS<T, FORM, ALIGNED> * (PERSISTENT_ELEMENTS + !ALIGNED)];
   Rows rows(p, shared, blockIdx.x);

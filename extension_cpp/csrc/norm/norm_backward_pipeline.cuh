@@ -1,6 +1,7 @@
 // Backward of the norms for wide aligned rows, by persistent clusters. Bulk copies load rows ahead
-// into stages of shared memory. A row is read from its stage twice, for its sums and for grad_x,
-// instead of staying in registers: its sums are exchanged while the next row is summed.
+// of their use into stages of shared memory. A row does not stay in registers. It is read from its
+// stage twice, for its sums and for grad_x. Between the two, the next row is summed while the sums
+// travel.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 
@@ -8,13 +9,13 @@
 
 namespace norms {
 
-constexpr int PIPELINE_THREADS = 512;  // per CTA; an SM has one CTA
+constexpr int PIPELINE_THREADS = 512;  // per CTA; an SM holds one CTA
 
 // The location of a row in shared memory.
 struct Place {
-  uint32_t x, grad_out;  // addresses of the CTA's slice
+  uint32_t x, grad_out;  // addresses of the CTA's slice of the row
   int stage;
-  uint32_t parity;  // the phase parity of the stage's mbarrier
+  uint32_t parity;  // the parity of the mbarrier's phase in which the stage is filled
 };
 
 template <typename T, typename Norm, Form FORM, int K>
@@ -28,10 +29,10 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     uint64_t filled[MAX_STAGES];
   };
 
-  const uint32_t memory;  // address of the first stage
+  const uint32_t memory;  // address of the first stage in shared memory
   Shared &shared;
   Sum row_sum;
-  Place fetched{0, 0, -1, 0};  // the last row whose copies have started
+  Place fetched{0, 0, -1, 0};  // the last row whose copies have been started
 
   __device__ PipelineRows(const BackwardParams<T> &p, const uint4 *memory, Shared &shared, int rank)
       : Base(p, 0, rank),
@@ -39,7 +40,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
         shared(shared),
         row_sum(shared.sums, p.cluster, rank) {}
 
-  // The place of a row, after that of the row before.
+  // Returns the place of a row, given the place of the row before it.
   __device__ Place next_place(const Place &before, int64_t row) const {
     const auto offset = [&](const T *data) {
       return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data + slice.begin) / 16 % 8 * 16);
@@ -52,7 +53,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     return next;
   }
 
-  // One thread starts the copies of a row.
+  // Starts the copies of a row. Only one thread of the CTA issues them.
   __device__ void fetch(int64_t row, const Place &place) const {
     if (threadIdx.x != blockDim.x - 1) return;
     const uint32_t bytes = slice.count() * sizeof(T);
@@ -83,7 +84,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     });
   }
 
-  // Adds a row to the column sums, and posts the row's own sums. `turn` is the number of the row.
+  // Adds a row to the column sums, and starts the exchange of its own sums. `turn` counts the rows.
   __device__ void sum(int turn, const Place &place, const Mask &mask,
                       const Statistics<float> &statistics) {
     float sums[P] = {};
@@ -91,7 +92,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     for_each(place, mask, [&](auto part, auto &x, auto &grad) {
       this->normalize(part, x, grad, statistics, &sums);
     });
-    // Nobody collects the sums without grad_x, so a CTA could exit while others send to it.
+    // Without grad_x nobody receives the sums, so a CTA could exit while others still send to it.
     if (p.grad_x != nullptr) {
       row_sum.post(sums, turn);
     } else {
@@ -99,7 +100,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     }
   }
 
-  // Collects the row's sums and writes grad_x.
+  // Finishes the exchange of the row's sums, and writes grad_x.
   __device__ void finish(int64_t row, int turn, const Place &place, const Mask &mask,
                          const Statistics<float> &statistics, const Fragment &grad_sum) {
     float sums[P];
@@ -112,7 +113,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     });
   }
 
-  // The clusters take rows round-robin.
+  // Processes the rows of this cluster. The clusters take rows round-robin.
   __device__ void run() {
     const int64_t first = blockIdx.x / p.cluster, step = p.groups;
     const int64_t count = (p.rows - first + step - 1) / step;
@@ -128,13 +129,13 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     if (count > 1) next_moments = load_moments(p, first + step);
     Mask mask, next_mask;
     mask.template make<FORM>(p, first, window);
-    int turn = 0;  // rows that are finished
+    int turn = 0;  // number of rows that are finished
     sum(turn, now, mask, to_statistics<T>(moments));
     for (int64_t row = first; row < p.rows; row += step, ++turn) {
       const int64_t next_row = row + step;
       if (next_row + step < p.rows) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
-      if (FORM == Form::RESIDUAL && p.grad_sum != nullptr) {  // grad_sum has no stages
+      if (FORM == Form::RESIDUAL && p.grad_sum != nullptr) {  // grad_sum has no stage
         grad_sum.load(p.grad_sum_row(row), window, p.hint);
         if (next_row < p.rows) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
       }
@@ -142,7 +143,8 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
         next_mask.template make<FORM>(p, next_row, window);
         next = next_place(now, next_row);
         sum(turn + 1, next, next_mask, to_statistics<T>(next_moments));
-        // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
+        // All warps have passed the barrier in sum(), so the previous row is finished and its stage
+        // free.
         if (turn > 0 && turn - 1 + p.stages < count) start_copies(turn - 1 + p.stages);
       }
       if (p.grad_x != nullptr) {

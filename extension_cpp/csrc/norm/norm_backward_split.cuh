@@ -1,10 +1,10 @@
-// Backward of few rows in one kernel with two kinds of CTAs. No CTA waits for another.
+// Backward of few rows, in one kernel with two kinds of CTAs. No CTA waits for another.
 //
 // Row CTAs hold rows in registers, as in forward, and write grad_x. Column CTAs sum a few columns
-// over all rows and write the parameters' gradients, without partial rows and a second kernel. Both
-// read x and grad_out; the tensors are small, so the second read hits the L2. Column CTAs take
-// longest, so they come first in the grid. If only grad_x is computed, there are only row CTAs, for
-// any number of rows.
+// over all rows and write the parameters' gradients. This needs neither partial rows nor a second
+// kernel. Both kinds read x and grad_out, and because these are small, the second read hits the L2.
+// Column CTAs take longest, so they come first in the grid. If only grad_x is computed, there are
+// only row CTAs, for any number of rows.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 
@@ -14,7 +14,7 @@ namespace norms {
 
 constexpr int SPLIT_THREADS = 512;
 
-// Sums N columns over the rows first, first + step, ..., with the loads of two rows in flight.
+// Sums N columns over the rows first, first + step, and so on. The loads of two rows are in flight.
 template <typename Norm, Form FORM, typename T>
 __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int first, int step,
                                    float (&sums)[VECTOR<T>][Norm::PARAMETERS]) {

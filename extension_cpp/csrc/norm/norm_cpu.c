@@ -1,9 +1,8 @@
-/* layer_norm and rms_norm on the CPU.
- * Forward takes one row at a time: it reads the row from memory once, for the statistics, and again
- * from the caches, for the result.
- * Backward: the first pass over a row waits for memory and the second leaves memory idle, so the
- * second pass prefetches the next row.
- * norm_cpu_kernel.h has forward, norm_cpu_backward_kernel.h backward. */
+/* layer_norm and rms_norm on the CPU. Forward processes one row at a time. It reads the row from
+ * memory for the statistics, and then again from the caches for the result. Backward makes two
+ * passes over each row. The first pass waits for memory and the second does not use it, so the
+ * second pass prefetches the next row. Forward is in norm_cpu_kernel.h, backward in
+ * norm_cpu_backward_kernel.h. */
 #include "norm/norm.h"
 
 #include "common/cpu/block.h"
@@ -15,28 +14,29 @@
 _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks");
 
 enum {
-  FLUSH_COLS = 4096, /* columns (128 a lane) that a lane array sums before it goes to double */
-  FLUSH_ROWS = 64,   /* rows that sums over rows take before they go to double */
-  PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches its output for rows up to this */
+  FLUSH_COLS = 4096, /* columns (128 per lane) that are summed before the sums go to a double */
+  FLUSH_ROWS = 64,   /* rows that are summed before the sums go to doubles */
+  PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches its output for shorter rows */
 };
 
-/* The moments of a row, or of its differences from a number near its mean. */
+/* The mean and variance of a row, or of its differences from a number near its mean. */
 typedef struct {
   double mean, variance;
 } moments_t;
 
-/* Where the two halves of a block lie in a wide array (norm_cpu_kernel.h). */
+/* Where the two halves of a block are in a wide array (norm_cpu_kernel.h). */
 typedef struct {
   int64_t lower, upper;
 } wide_halves_t;
 
-/* Backward prefetches its output in the first pass over a row, unless stores are streamed: else the
- * second pass would wait for memory. The caches would lose longer rows before the second pass. */
+/* Prefetches an output of backward for writing. Backward calls this in the first pass over a row,
+ * because the second pass would otherwise wait for memory. It does not call it if stores bypass the
+ * caches, or for rows so long that the caches would lose them before the second pass. */
 ALWAYS_INLINE void prefetch_output(void *p, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((char *)p + byte, 1, 3);
 }
 
-/* Flags of a call of backward: layer_norm or rms_norm, and the gradients that it computes. */
+/* Flags of a backward call: CENTERED for layer_norm, and the gradients that are computed. */
 enum { GRAD_BIAS = 1, GRAD_WEIGHT = 2, GRAD_X = 4, CENTERED = 8 };
 
 #define KERNEL_BODY "norm/norm_cpu_kernel.h"

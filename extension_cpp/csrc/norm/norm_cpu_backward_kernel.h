@@ -1,33 +1,33 @@
-/* Backward of layer_norm and rms_norm: the part of norm_cpu_kernel.h that is not forward. */
+/* The backward part of norm_cpu_kernel.h, for layer_norm and rms_norm. */
 
-/* What grad_x needs of a row's sums, with g = grad_out * weight:
+/* The numbers that grad_x needs from a row's sums. With g = grad_out * weight:
  *   slope = -rstd * mean_c(g * xhat),  level = -rstd * mean_c(g) */
 typedef struct {
   ACC slope, level;
 } NAME(slope_t);
 
-/* One part of the rows. Passed by value: an object whose address a call has seen is reloaded after
- * every store.
+/* The state for one part of the rows. It is passed by value, because the compiler reloads an object
+ * after every store if its address has been passed to a call.
  *
- * `fused` in the functions below is the state of a dropout; it may have no seed. For plain norms it
- * is the constant NULL, so that the fused forms cost them nothing. The forms are told apart block
- * by block: a loop for each would be much code. */
+ * In the functions below, `fused` is the state of a dropout, which may have no seed. For plain
+ * norms it is the constant NULL, so that they do not pay for the fused forms. The fused forms are
+ * told apart in each block, because a loop for each form would be much code. */
 typedef struct {
   const norm_backward_args *args;
-  ACC *weight_sums, *bias_sums; /* over the last FLUSH_ROWS rows; NULL: not needed */
+  ACC *weight_sums, *bias_sums; /* over the last FLUSH_ROWS rows; NULL if not needed */
   int needs, stream, drops_y;
   ahead_t x_ahead, grad_out_ahead, grad_sum_ahead;
-  /* The current row. */
+  /* Members for the current row. */
   const T *x, *grad_out, *grad_sum;
   T *grad_x, *grad_dropped;
   NAME(row_t) row;
   NAME(slope_t) slope;
-  int64_t first; /* index of the row's first element */
+  int64_t first; /* flat index of the row's first element */
 } NAME(part_t);
 
-/* ---- one row, n columns from column c on ---- */
+/* ---- one row: n columns from column c on ---- */
 
-/* Epilogue of backward: adds grad_sum to grad_x, stores it, and stores grad_dropped. */
+/* The end of backward: adds grad_sum to grad_x, stores grad_x, and stores grad_dropped. */
 ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, NAME(part_t) part,
                                            cpu_dropout_t *fused, int64_t c, int n, int stream) {
   if (fused && part.grad_sum) {
@@ -43,7 +43,7 @@ ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, NAME(part_t) pa
   }
 }
 
-/* xhat, and grad_out after the prologue: from the gradient of dropout_y(y) to the gradient of y.
+/* Loads xhat and grad_out. If y had dropout, grad_out becomes the gradient of y before dropout.
  * rms_norm has no dropout of y. */
 ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out, NAME(part_t) part,
                                       cpu_dropout_t *fused, int64_t c, int n, int centered) {
@@ -53,8 +53,8 @@ ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out
   NAME(normalise)(xhat, part.row, centered);
 }
 
-/* First pass: with g = grad_out * weight, adds g * xhat to `products` and g to `sum`. xhat is
- * computed block by block: a sum of g * x could leave float's range. */
+/* First pass over a row. With g = grad_out * weight, it adds g * xhat to `products` and g to `sum`.
+ * It sums g * xhat and not g * x, because a sum of g * x could leave float's range. */
 ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, NAME(part_t) part,
                                     cpu_dropout_t *fused, wide_halves_t halves, int64_t c, int n,
                                     int centered, int prefetches) {
@@ -72,7 +72,7 @@ ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, N
   for (int k = 0; k < BLOCK; ++k) products[k] = FMA(g[k], xhat[k], products[k]);
 }
 
-/* Adds grad_out * xhat to the sums of grad_weight, and grad_out to those of grad_bias. */
+/* Adds grad_out * xhat to the sums for grad_weight, and grad_out to the sums for grad_bias. */
 ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad_out,
                                      const ACC *restrict xhat, wide_halves_t halves, int64_t c) {
   ACC sums[BLOCK];
@@ -88,8 +88,8 @@ ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad
   }
 }
 
-/* Second pass: adds to the sums over rows, and writes
- * grad_x = grad_out * weight * rstd + xhat * slope + level. */
+/* Second pass over a row. It adds to the sums over rows, and writes grad_x = grad_out * weight *
+ * rstd + xhat * slope + level. */
 ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, cpu_dropout_t *fused, wide_halves_t halves,
                                      int64_t c, int n, int stream) {
   const int needs = part.needs;
@@ -112,7 +112,7 @@ NOINLINE void NAME(second_part)(NAME(part_t) part, cpu_dropout_t *fused, int64_t
 
 /* ---- one row, all columns ---- */
 
-/* The first pass. */
+/* Makes the first pass over a row. */
 ALWAYS_INLINE NAME(slope_t) NAME(means_of)(NAME(part_t) part, cpu_dropout_t *fused, int centered) {
   const int64_t cols = part.args->cols;
   const int prefetches = !part.stream && cols * (int64_t)sizeof(T) <= PREFETCHED_ROW;
@@ -133,15 +133,15 @@ ALWAYS_INLINE NAME(slope_t) NAME(means_of)(NAME(part_t) part, cpu_dropout_t *fus
   return (NAME(slope_t)){(ACC)(total_products * scale), (ACC)(total * scale)};
 }
 
-/* The first pass in a function of its own, which every combination of outputs calls. Of the fused
- * forms only a dropout of y changes it. */
+/* Makes the first pass in a separate function, which the loops for all combinations of outputs
+ * call. Among the fused forms, only a dropout of y changes the first pass. */
 NOINLINE NAME(slope_t) NAME(grad_means)(NAME(part_t) part, cpu_dropout_t *fused) {
   if (fused && part.drops_y) return NAME(means_of)(part, fused, 1);
   if (part.needs & CENTERED) return NAME(means_of)(part, NULL, 1);
   return NAME(means_of)(part, NULL, 0);
 }
 
-/* The second pass. Streamed stores begin at a multiple of 64 bytes. */
+/* Makes the second pass over a row. Non-temporal stores begin at a multiple of 64 bytes. */
 ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, cpu_dropout_t *fused) {
   const int64_t cols = part.args->cols;
   int64_t c = NAME(row_head)(part.grad_x, cols, part.stream);
@@ -157,7 +157,7 @@ ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, cpu_dropout_t *fused) {
 
 /* ---- rows [begin, end) ---- */
 
-/* A loop for one combination of outputs, `needs`, which is a constant if it can be. */
+/* Processes rows for one combination of outputs. `needs` is a constant where possible. */
 ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fused, int64_t begin,
                                  int64_t end) {
   const norm_backward_args *args = part.args;
@@ -177,8 +177,9 @@ ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fu
   }
 }
 
-/* The common combinations of outputs have loops of their own, and so have the plain norms, where
- * `fused` is the constant NULL: otherwise plain norms take 30 to 40 % longer. */
+/* The common combinations of outputs have loops of their own, with a constant `needs`. In the loops
+ * of plain norms `fused` is the constant NULL, too. Otherwise plain norms take 30 to 40 %
+ * longer. */
 ALWAYS_INLINE void NAME(backward_rows)(NAME(part_t) part, cpu_dropout_t *fused, int64_t begin,
                                        int64_t end) {
   enum {
@@ -202,12 +203,13 @@ ALWAYS_INLINE void NAME(backward_rows)(NAME(part_t) part, cpu_dropout_t *fused, 
 
 /* ---- parts of the rows, and their sums ---- */
 
-/* The sums over a part's rows, in double: those for grad_weight, then those for grad_bias. */
+/* Returns the sums over a part's rows in double, for grad_weight and then for grad_bias. */
 ALWAYS_INLINE double *NAME(sums_of)(const norm_backward_args *args, int64_t part) {
   return (double *)(void *)((char *)args->partial + part * norm_partial_part(args));
 }
 
-/* Adds the sums of the last rows to those in double, or, the first time, stores them there. */
+/* Adds the sums of the most recent rows to those in double. The first call of a part stores
+ * them. */
 ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, const ACC *restrict recent,
                                     int64_t count, int first) {
   if (first) {
@@ -225,7 +227,7 @@ static void NAME(norm_backward)(const norm_backward_args *args, int64_t number) 
   const int64_t bytes = tensors * args->rows * args->cols * (int64_t)sizeof(T);
   const int is_fused = args->grad_sum || args->grad_dropped || args->dropout_y.seed;
   double *sums = NAME(sums_of)(args, number);
-  ACC *recent = (ACC *)(void *)(sums + count); /* those over the last FLUSH_ROWS rows */
+  ACC *recent = (ACC *)(void *)(sums + count); /* sums over the last FLUSH_ROWS rows */
   const NAME(part_t) part = {
       .args = args,
       .weight_sums = args->grad_weight ? recent : NULL,
@@ -253,7 +255,8 @@ static void NAME(norm_backward)(const norm_backward_args *args, int64_t number) 
   if (part.stream) stream_fence();
 }
 
-/* Adds the parts' sums from `offset` on for one tile of columns, and stores them. */
+/* Adds the sums of all parts for one tile of columns, and stores the result. `offset` selects the
+ * sums of grad_weight or of grad_bias. */
 static void NAME(add_parts)(const norm_backward_args *args, int64_t tile, int64_t offset,
                             void *out) {
   const int64_t parts = norm_parts(args->rows, args->cols), begin = tile * NORM_TILE;

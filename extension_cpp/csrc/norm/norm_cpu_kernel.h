@@ -1,12 +1,13 @@
-/* Forward of layer_norm and rms_norm, and what backward shares with it. norm_cpu.c compiles this
- * file once per element type: for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
+/* Forward of layer_norm and rms_norm, and functions that backward shares with it. norm_cpu.c
+ * compiles this file once per element type (for_each_dtype.h defines T, ACC, NAME, LOAD and
+ * STORE). */
 
 /* ---- wide arrays: weight, bias and the sums over rows (norm.h) ----
  *
- * Wide arrays are in column order, except for bfloat16: all even columns, then all odd ones. Each
- * half of a block in block order is then contiguous, whatever column the block begins at. The
- * halves of the block at column c begin at wide_index(c) + lower and wide_index(c) + upper. The two
- * offsets depend only on whether c is even or odd. */
+ * Wide arrays are in column order, except for bfloat16, where all even columns come before all odd
+ * ones. Each half of a block in block order is then contiguous, whatever column the block begins
+ * at. The halves of the block at column c begin at wide_index(c) + lower and wide_index(c) + upper.
+ * These two offsets depend only on whether c is even or odd. */
 
 ALWAYS_INLINE int64_t NAME(wide_index)(int64_t c) { return NAME(column)(1) == 1 ? c : c / 2; }
 
@@ -16,8 +17,8 @@ ALWAYS_INLINE wide_halves_t NAME(wide_halves)(int64_t c, int64_t cols) {
   return c % 2 ? (wide_halves_t){odd, 1} : (wide_halves_t){0, odd};
 }
 
-/* Column order takes one loop: gcc would copy the second of two loops in pieces, and a reader of
- * the whole block would then wait for all of them. */
+/* Loads a block from a wide array. Column order needs a single loop. With two loops, gcc would
+ * write the second half in pieces, and a later load of the whole block would wait for them. */
 ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_halves_t halves,
                                    int64_t c) {
   const ACC *p = wide + NAME(wide_index)(c);
@@ -38,7 +39,7 @@ ALWAYS_INLINE void NAME(store_wide)(ACC *wide, wide_halves_t halves, int64_t c,
 
 static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t end) {
   const wide_halves_t halves = NAME(wide_halves)(0, args->cols);
-  /* The call that has the last column also fills the padding. */
+  /* The call that contains the last column also fills the padding. */
   const int64_t last = end == args->cols ? norm_wide_cols(end) : end;
   for (int64_t c = begin; c < last; c += BLOCK) {
     const int n = end - c >= BLOCK ? BLOCK : end > c ? (int)(end - c) : 0;
@@ -59,8 +60,8 @@ static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t
 
 NOINLINE void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) { LOAD(v, p, n); }
 
-/* Loads n elements. A partial block takes a function call, which is cheap there and saves most of
- * the code size. */
+/* Loads n elements. A partial block takes a function call, which costs little and saves much
+ * code. */
 ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n) {
   if (n == BLOCK) {
     LOAD(v, p, BLOCK);
@@ -69,15 +70,15 @@ ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n)
   }
 }
 
-/* ---- normalise, for forward and both passes of backward ---- */
+/* ---- normalise: used by forward and by both passes of backward ---- */
 
-/* What normalise needs of a row. `offset` corrects for the rounding of `mean`: (rounded mean -
- * exact mean) * rstd. Backward has the rounded mean that forward stored, and no offset. */
+/* The numbers of a row that normalise() needs. `offset` corrects for the rounding of `mean`: it is
+ * (rounded mean - exact mean) * rstd. In backward it is 0, because forward stores only `mean`. */
 typedef struct {
   ACC mean, rstd, offset;
 } NAME(row_t);
 
-/* x becomes xhat. */
+/* Replaces x by xhat. */
 ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centered) {
   if (centered) {
     for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k] - row.mean, row.rstd, row.offset);
@@ -88,8 +89,8 @@ ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centere
 
 /* ---- statistics of a row ---- */
 
-/* Adds d = x - shift of n elements to `sum` and d * d to `squares`. Without `centered` the shift is
- * 0 and there is no sum. */
+/* Adds d = x - shift of n elements to `sum`, and d * d to `squares`. Without `centered` the shift
+ * is 0 and `sum` is not used. */
 ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares, const T *x,
                                        ACC shift, int n, int centered) {
   ACC d[BLOCK];
@@ -104,7 +105,7 @@ ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares,
   for (int k = 0; k < BLOCK; ++k) squares[k] = FMA(d[k], d[k], squares[k]);
 }
 
-/* Moments in double, for rows whose squares leave float's range, and for NaN. */
+/* Computes the moments in double, for rows whose squares leave float's range and for NaN. */
 NOINLINE moments_t NAME(double_moments)(const T *x, int64_t cols, int centered) {
   double shift = 0, first = 0, second = 0;
   for (int pass = !centered; pass < 2; ++pass) {
@@ -123,11 +124,12 @@ NOINLINE moments_t NAME(double_moments)(const T *x, int64_t cols, int centered) 
     first /= (double)cols;
     second /= (double)cols;
   }
-  return (moments_t){isnan(first) ? shift : shift + first, /* keeps an infinite mean */
+  /* keeps an infinite mean, for which first is NaN */
+  return (moments_t){isnan(first) ? shift : shift + first,
                      centered ? second - first * first : second};
 }
 
-/* The moments of d = x - shift. */
+/* Returns the moments of d = x - shift. */
 ALWAYS_INLINE moments_t NAME(moments)(const T *x, int64_t cols, ACC shift, int centered) {
   double total = 0, total_squares = 0;
   for (int64_t c = 0; c < cols;) {
@@ -148,7 +150,7 @@ NOINLINE moments_t NAME(moments_again)(const T *x, int64_t cols, ACC shift) {
   return NAME(moments)(x, cols, shift, 1);
 }
 
-/* The mean of the first block of a row. */
+/* Returns the mean of the first block of a row. */
 ALWAYS_INLINE ACC NAME(first_mean)(const T *x, int64_t cols) {
   const int n = cols < BLOCK ? (int)cols : BLOCK;
   ACC v[BLOCK];
@@ -156,10 +158,10 @@ ALWAYS_INLINE ACC NAME(first_mean)(const T *x, int64_t cols) {
   return (ACC)(FOLD(v) / n);
 }
 
-/* One pass gives the variance as the mean of d * d minus the squared mean of d, with d = x - shift
- * and the mean of the first block as shift. This is as exact as two passes while the shift lies
- * within one standard deviation of the mean (half types: four). Otherwise a second pass shifts by
- * the mean. */
+/* Returns the statistics of a row. One pass computes the variance as mean(d * d) - mean(d)^2 with d
+ * = x - shift, where shift is the mean of the first block. This is as exact as two passes if the
+ * shift is within one standard deviation of the mean (four for half types). Otherwise a second pass
+ * uses the mean as shift. */
 ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double eps, int centered) {
   const double reach = sizeof(T) == 2 ? 16 : 1;
   ACC shift = centered ? NAME(first_mean)(x, cols) : 0;
@@ -176,7 +178,7 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
   return (NAME(row_t)){mean, (ACC)rstd, (ACC)(((double)mean - m.mean) * rstd)};
 }
 
-/* ---- prologue of forward: sum = residual + dropout_x(x) ---- */
+/* ---- beginning of forward: sum = residual + dropout_x(x) ---- */
 
 ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahead_t x_ahead,
                                    ahead_t residual_ahead, cpu_dropout_t *dropout, int64_t c,
@@ -193,7 +195,7 @@ ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahe
   STORE((T *)args->sum + r * args->cols + c, v, n, 0);
 }
 
-/* Writes row r of sum, which the norm then reads from the caches. */
+/* Writes row r of sum. The norm then reads it from the caches. */
 NOINLINE void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropout_t *dropout) {
   const int64_t cols = args->cols, blocks_end = cols - cols % BLOCK;
   const ahead_t x_ahead = row_ahead(args->x_stride, cols, sizeof(T));
@@ -211,7 +213,7 @@ NOINLINE void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropou
 
 /* ---- forward ---- */
 
-/* n elements of a row from column c on. `dropout` is y's, or NULL. */
+/* Writes n elements of a row from column c on. `dropout` is the dropout of y, or NULL. */
 ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y,
                                        NAME(row_t) row, wide_halves_t halves, ahead_t ahead,
                                        cpu_dropout_t *dropout, int64_t c, int n, int centered,
@@ -227,11 +229,12 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
   } else {
     for (int k = 0; k < BLOCK; ++k) v[k] *= weight[k];
   }
-  if (dropout) NAME(dropout_block)(v, dropout, y + c - (T *)args->y); /* the epilogue */
+  if (dropout) NAME(dropout_block)(v, dropout, y + c - (T *)args->y); /* dropout of y */
   STORE(y + c, v, n, stream);
 }
 
-/* A partial block: a function of its own, because loads and stores of variable width are long. */
+/* Writes a partial block. This is a function, because loads and stores of variable width are
+ * long. */
 NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y,
                                  const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
                                  int n) {
@@ -239,7 +242,7 @@ NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y
   NAME(forward_block)(args, x, y, *row, halves, (ahead_t){0}, dropout, c, n, args->centered, 0);
 }
 
-/* The number of elements before the next multiple of 64 bytes, or 0 if aligning does not pay. */
+/* Returns the number of elements before a multiple of 64 bytes, or 0 if aligning does not pay. */
 ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int pays) {
   const int64_t head = elements_to_line(p, sizeof(T));
   return pays && head < cols ? head : 0;
@@ -253,13 +256,13 @@ ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, 
   const NAME(row_t) row = NAME(row_statistics)(x, cols, args->eps, centered);
   if (args->mean) ((ACC *)args->mean)[r] = row.mean;
   if (args->rstd) ((ACC *)args->rstd)[r] = row.rstd;
-  /* In float32, stores that split cache lines take most of rms_norm's time. For half types the head
-   * costs more than it saves. */
+  /* In float32, stores that straddle cache lines take most of rms_norm's time, so the row's first
+   * elements are written separately. For half types this costs more than it saves. */
   int64_t c = NAME(row_head)(y, cols, stream || (sizeof(T) >= 4 && cols >= 512));
   if (c > 0) NAME(forward_part)(args, x, y, &row, dropout, 0, (int)c);
   const wide_halves_t halves = NAME(wide_halves)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
-  /* Two loops: with a branch in the block layer_norm takes up to 9 % longer. */
+  /* There are two loops, because with a branch in each block layer_norm takes up to 9 % longer. */
   if (stream && (uintptr_t)(y + c) % 64 == 0) {
     for (; c < blocks_end; c += BLOCK)
       NAME(forward_block)(args, x, y, row, halves, ahead, dropout, c, BLOCK, centered, 1);

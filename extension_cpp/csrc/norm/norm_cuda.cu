@@ -1,12 +1,12 @@
-// Entry points of the norms on the GPU. The problem and the device determine a plan (rows/plan.h),
-// and the plan names the kernel. This file also launches the fallback and the sum of partial rows.
+// Entry points of the norms on the GPU. The plan for the problem and the device (rows/plan.h) names
+// the kernel. This file also launches the fallback kernels and the sum of partial rows.
 #include <utility>
 
 #include "norm/norm_generic.cuh"
 
 namespace norms {
 
-// Whether row r is aligned like element r * cols of a tensor without gaps.
+// Returns whether row r has the same alignment as element r * cols of an aligned contiguous tensor.
 static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
   return data == nullptr ||
          (is_aligned(data) && (p.rows == 1 || (stride - p.cols) % vector_elements(p.dtype) == 0));
@@ -85,7 +85,7 @@ static cudaError_t sum_partials(const norm_backward_args &args, const Plan &plan
   LaunchConfig config(ctas, dim3(PARTIALS_X, PARTIALS_Y), stream);
   config.attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   config.attribute.val.programmaticStreamSerializationAllowed = 1;
-  // Code of an older architecture cannot wait for the previous kernel, so it must not start early.
+  // Code for an older architecture cannot wait for the previous kernel, so it must not start early.
   config.numAttrs = device.has_sm_90_code ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_partials_kernel<A, W>,
                             static_cast<const A *>(args.partial), static_cast<W *>(outputs[0]),

@@ -1,12 +1,12 @@
-// Forward of the norms on the GPU: one kernel for every form and width, whose shape rows/plan.h
-// picks. Part of a warp, a CTA or a cluster of CTAs holds a row in registers, so the row is read
-// once. Its statistics are sums over these threads. The kernel is not persistent: a CTA processes
-// its rows and exits. An SM runs several CTAs, so that some load while others wait for their sums.
+// Forward of the norms on the GPU. A single kernel serves every form and width, with a shape from
+// rows/plan.h. Part of a warp, a CTA or a cluster of CTAs holds a row in registers, so the row is
+// read once. The statistics are sums over these threads. A CTA processes its rows and exits (the
+// kernel is not persistent). An SM runs several CTAs: some load while others wait for their sums.
 #include "norm/norm_launch.cuh"
 
 namespace norms {
 
-// The prologue: replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
+// Replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
 template <typename T, int K, bool ALIGNED>
 __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
                                     const RowFragment<T, K, ALIGNED> &residual,
@@ -27,8 +27,8 @@ __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
   });
 }
 
-// Writes y. W is the type of the parameters in memory. They are loaded BATCH vectors at a time, as
-// many as the registers hold; unaligned vectors need more registers.
+// Writes y. W is the type of the parameters in memory. They are loaded BATCH vectors at a time,
+// which is as many as fit into the registers. Unaligned vectors need more registers.
 template <typename Norm, Form FORM, typename W, typename T, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,
@@ -38,7 +38,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   constexpr int BATCH = P * sizeof(W) * N > 32 || !ALIGNED ? 1 : 2;
   T *const y = static_cast<T *>(p.y) + row * p.cols;
-  // parameters[i][j] is parameter i of element j.
+  // parameters[i][j] is parameter i (weight or bias) for element j
   const auto finish = [&](auto part, const auto &parameters) {
     constexpr int M = decltype(part)::SIZE;
     float values[M];
@@ -83,7 +83,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
   }
 }
 
-// Registers per thread. They limit the threads of an SM, and so its bytes in flight.
+// Returns the registers per thread. They limit the threads of an SM, and so its bytes in flight.
 template <typename Norm, Form FORM, int K, bool ALIGNED>
 constexpr int row_registers() {
   if (K == 8 || !ALIGNED) return 80;
@@ -138,14 +138,15 @@ __global__ void __maxnreg__((row_registers<Norm, FORM, K, ALIGNED>()))
 cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
                     cudaStream_t stream) {
   const auto run = [&](const auto &p, auto zero, auto norm, auto constant) {
-    // Inside the next lambda gcc would take these for references.
+    // These names are needed here, because in the next lambda gcc would take the types for
+    // references.
     using T = decltype(zero);
     using Norm = decltype(norm);
     constexpr Form FORM = decltype(constant)::value;
     return with_row_shape(plan, [&](auto vectors, auto aligned) {
       constexpr int K = decltype(vectors)::value;
       if constexpr (FORM == Form::RESIDUAL && K == 8) {
-        return cudaErrorInvalidValue;  // no plan: fit() gives these 4 vectors
+        return cudaErrorInvalidValue;  // never reached: fit() gives such rows 4 vectors per thread
       } else {
         constexpr auto kernel = row_kernel<T, Norm, FORM, K, decltype(aligned)::value>;
         return launch(kernel, p, plan, stream);

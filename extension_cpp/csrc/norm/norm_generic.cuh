@@ -1,6 +1,6 @@
-// The fallback kernels of the norms on the GPU: for float64, for tensors of different alignment,
-// and for rows wider than a cluster can hold. They read element by element, and read a row again in
-// each pass. blockDim.x threads process a row. sum_partials_kernel is for the other kernels, too.
+// The fallback kernels of the norms on the GPU, for float64, for tensors of different alignment,
+// and for rows wider than a cluster can hold. They load single elements, and load a row again in
+// each pass. blockDim.x threads process a row. sum_partials_kernel also serves the other kernels.
 #ifndef EXTENSION_CPP_NORM_GENERIC_CUH
 #define EXTENSION_CPP_NORM_GENERIC_CUH
 
@@ -8,7 +8,7 @@
 
 namespace norms {
 
-// Parameter c, or `missing` if `data` is NULL.
+// Returns parameter c, or `missing` if `data` is NULL.
 template <typename T>
 __device__ inline acc_t<T> parameter(const void *data, bool is_float, int64_t c, int missing) {
   if (data == nullptr) return missing;
@@ -16,7 +16,7 @@ __device__ inline acc_t<T> parameter(const void *data, bool is_float, int64_t c,
   return to_acc(static_cast<const T *>(data)[c]);
 }
 
-// Applies dropout to x, element i of a tensor.
+// Applies dropout to x, which is element i of a tensor.
 template <typename A>
 __device__ inline A drop_element(A x, const dropout_t &dropout, int64_t i) {
   A one[1] = {x};
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(256)
         const A dropped = drop_element(to_acc(x[c]), p.dropout_x, row * p.cols + c);
         sum[c] = from_acc<T>(dropped + to_acc(residual[c]));
       }
-      x = sum;  // without a barrier: each thread reads what it wrote
+      x = sum;  // needs no barrier: each thread reads what it wrote
     }
     const Statistics<A> statistics = Norm::statistics(
         [&](auto &&f) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// The inputs of backward for one row.
+// The inputs of backward for one row, and the values computed from them for column c.
 template <typename T, typename Norm>
 struct GenericRow {
   using A = acc_t<T>;
@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// CTA (i, j) sums 32 columns from 32 * i on over `chunk` rows from j * chunk on: partial row j.
+// CTA (i, j) sums 32 columns, from column 32 * i on, over `chunk` rows, from row j * chunk on. It
+// writes them to partial row j.
 template <typename T, typename Norm>
 __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
     generic_columns_kernel(const __grid_constant__ norm_backward_args p, int64_t chunk) {
@@ -152,13 +153,13 @@ __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
 
 constexpr int PARTIALS_X = 32, PARTIALS_Y = 16;
 
-// Adds up the partial rows, (parts, cols) per output. The order of the additions depends on `parts`
-// alone. The CTAs of the output `first` come first in the grid, then those of `second`.
+// Adds up the partial rows, of shape (parts, cols) for each output. The order of the additions
+// depends only on `parts`. The grid begins with the CTAs for the output `first`; `second` follows.
 template <typename A, typename W>
 __global__ void __launch_bounds__(PARTIALS_X *PARTIALS_Y)
     sum_partials_kernel(const A *partial, W *first, W *second, int64_t parts, int64_t cols) {
   __shared__ double shared[PARTIALS_Y][PARTIALS_X];
-  // The previous kernel may still be writing `partial` (programmatic dependent launch).
+  // This kernel starts early (programmatic dependent launch), so it must wait for `partial`.
   if (HAS_CLUSTERS) asm volatile("griddepcontrol.wait;" ::: "memory");
   const int64_t ctas = (cols + PARTIALS_X - 1) / PARTIALS_X;
   const int64_t c = blockIdx.x % ctas * PARTIALS_X + threadIdx.x;

@@ -1,4 +1,4 @@
-// The parameters of the norms' GPU kernels, and the choice of a kernel's template arguments.
+// Parameters of the norms' GPU kernels, and the choice of a kernel's template arguments.
 #ifndef EXTENSION_CPP_NORM_LAUNCH_CUH
 #define EXTENSION_CPP_NORM_LAUNCH_CUH
 
@@ -13,7 +13,8 @@ using namespace rows;
 
 // ---- in kernels ----
 
-// The kernels' parameters: the arguments, and their rows. T is the type that args.dtype names.
+// The kernels' parameters, and functions that return rows of the tensors. T is the type of
+// args.dtype.
 template <typename T>
 struct ForwardParams : Geometry, norm_forward_args {
   using Geometry::cols, Geometry::rows;
@@ -39,13 +40,13 @@ struct BackwardParams : Geometry, norm_backward_args {
   __device__ bool drops_x() const { return grad_dropped != nullptr; }
 };
 
-// The dropout mask of a thread's elements of a row: bit 1 keeps an element.
+// The dropout mask of the elements that a thread owns in a row. An element whose bit is 1 is kept.
 template <int K, int N>
 struct RowMask {
   uint32_t bits[K], edge;
   __device__ uint32_t at(int k) const { return k < K ? bits[k] : edge; }
 
-  // Computes the mask if the form needs one.
+  // Computes the mask if the form needs it.
   template <Form FORM, typename Params, typename Window>
   __device__ void make(const Params &p, int64_t row, const Window &window) {
     if (FORM != Form::DROPOUT_OF_Y && !(FORM == Form::RESIDUAL && p.drops_x())) return;
@@ -60,15 +61,15 @@ struct RowMask {
 
 // ---- on the host ----
 
-// Launch the kernels for rows with a plan, except the sum of partial rows. Each is in the .cu of
-// its name: the compilers take longest for these files, and work on them side by side.
+// Launch the kernels that have a plan, except the sum of partial rows. forward() and backward() are
+// in separate .cu files, because these take longest to compile and are then compiled in parallel.
 cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
                     cudaStream_t stream);
 cudaError_t backward(const norm_backward_args &args, Form form, const Plan &plan,
                      cudaStream_t stream);
 
-// Calls f(parameters, zero of the rows' type, norm, form) with a Norm (norm_math.cuh) and a form as
-// a constant. Only layer_norm is fused with dropout of y.
+// Calls f(parameters, zero of the rows' type, norm, form). `norm` is LayerNorm or RmsNorm
+// (norm_math.cuh), and `form` is a constant. Only layer_norm is fused with dropout of y.
 template <template <typename T> class Params, typename Args, typename F>
 cudaError_t with_params(const Args &args, bool is_layer_norm, Form form, const Plan &plan, F &&f) {
   return with_row_type(args.dtype, [&](auto zero) {

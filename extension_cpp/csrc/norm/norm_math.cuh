@@ -1,8 +1,8 @@
-// The formulas of the norms on the GPU. All kernels use them, the fallback included. A is the
-// accumulation type: float (float64: double).
+// The formulas of the norms on the GPU. All kernels use them, including the fallback. A is the
+// accumulation type: double for float64, and float otherwise.
 //
-// PARAMETERS is 1 for rms_norm (weight) and 2 for layer_norm (weight, bias). Backward has as many
-// sums per row, and as many sums per column, which are the gradients of the parameters.
+// PARAMETERS is 1 for rms_norm (weight) and 2 for layer_norm (weight, bias). Backward needs as many
+// sums over each row, and as many over each column. The latter are the gradients of the parameters.
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 
@@ -14,7 +14,7 @@ namespace norms {
 using namespace rows;
 
 // The statistics of a row: xhat = (x - mean) * rstd + offset. `offset` corrects the rounding of
-// `mean` and is not stored.
+// `mean`. Forward does not store it.
 template <typename A>
 struct Statistics {
   A mean, rstd, offset;
@@ -27,8 +27,8 @@ template <typename A>
 struct RmsNorm {
   static constexpr int PARAMETERS = 1;
 
-  // for_each(f) calls f(x) for this thread's elements of the row. row_sum is a RowSum; CTA r of a
-  // cluster has columns(r) columns.
+  // Returns the statistics of a row. for_each(f) calls f(x) for the elements of the row that this
+  // thread owns. row_sum is a RowSum. columns(r) is the number of columns of CTA r in a cluster.
   template <typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &, A per_col, A eps) {
@@ -46,11 +46,11 @@ struct RmsNorm {
 
   __device__ static A y(A xhat, A weight, A) { return xhat * weight; }
 
-  // Adds an element to the sums of its column, with grad = grad_out, or of its row, with grad = g =
-  // grad_out * rstd * weight.
+  // Adds an element to the sums of its column, with grad = grad_out, or to the sums of its row,
+  // with grad = g = grad_out * rstd * weight.
   __device__ static void add(A (&sums)[1], A grad, A xhat) { sums[0] += grad * xhat; }
 
-  // means = the row's sums / cols.
+  // `means` holds the row's sums / cols.
   __device__ static A grad_x(A g, A xhat, const A (&means)[1]) { return g - xhat * means[0]; }
 };
 
@@ -58,8 +58,8 @@ template <typename A>
 struct LayerNorm {
   static constexpr int PARAMETERS = 2;
 
-  // Each CTA computes the mean of its columns, then the sum of squared deviations from it. The CTAs
-  // join these moments in one exchange instead of two (Chan, Golub and LeVeque 1983).
+  // Returns the statistics of a row. Each CTA computes the mean of its columns, and then the sum of
+  // squared deviations from it. The CTAs join both in one exchange (Chan, Golub and LeVeque 1983).
   template <typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &columns, A per_col, A eps) {
@@ -91,12 +91,14 @@ struct LayerNorm {
     return {moments.mean, rstd, moments.excess * rstd};
   }
 
-  // excess: the rounding error of `mean`; squares: the sum of squared deviations from the mean.
+  // The moments of a set of elements. `excess` is the rounding error of `mean`. `squares` is the
+  // sum of squared deviations from the mean.
   struct Moments {
     A mean, excess, squares;
 
-    // deviations: the sum of the deviations from `mean`, and of their squares. Infinite squares
-    // stay infinite: the correction could make them NaN.
+    // Corrects the moments. deviations[0] is the sum of the deviations from `mean`, and
+    // deviations[1] the sum of their squares. If the latter is infinite it stays so, because the
+    // correction could make it NaN.
     __device__ void add(const A (&deviations)[2], A per_element) {
       const A shift = deviations[0] * per_element, before = mean;
       mean += shift;
@@ -105,8 +107,8 @@ struct LayerNorm {
     }
   };
 
-  // Joins the moments of 16 neighbouring lanes, each of `count` elements. Uses `excess`, because
-  // the rounding of the means matters if they are large compared with the deviations.
+  // Joins the moments of 16 neighbouring lanes, each of `count` elements. It includes `excess`,
+  // because the rounding of the means matters if they are large compared with the deviations.
   __device__ static Moments join(const Moments &part, A count, A per_element) {
     Moments all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};
     const A distance = count > 0 ? (part.mean - all.mean) - part.excess : A(0);
@@ -133,9 +135,9 @@ struct LayerNorm {
   }
 };
 
-// g = grad_out * rstd * weight. The product is rounded: fused with the subtraction of the mean of
-// g, it would not give exactly 0 in a row of one column. rstd comes first, because a tiny gradient
-// times a small weight may underflow.
+// Returns g = grad_out * rstd * weight. The product is rounded, because if it were fused with the
+// subtraction of the mean of g, a row of one column would not give exactly 0. grad_out is first
+// multiplied by rstd, because a tiny gradient times a small weight may underflow.
 template <typename A>
 __device__ inline A weighted(A grad_out, A weight, const Statistics<A> &row) {
   return rounded_product(grad_out * row.rstd, weight);

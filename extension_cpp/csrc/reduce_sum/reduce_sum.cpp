@@ -1,12 +1,12 @@
-// reduce_sum: schema, checks, the plan of passes, allocation and registration. reduce_sum.h has the
-// kernels' contract.
+// reduce_sum: schema, checks, the plan of passes, allocation and registration. reduce_sum.h defines
+// what the kernels compute.
 //
 // The plan follows x's layout in memory. Dimensions are sorted by stride, and dimensions of size 1
 // are dropped. Neighbours that are both summed or both kept are merged into a group. A pass sums
-// over one group, the largest first, so that the next pass reads little. Between passes the sums
-// stay in double. If a pass would keep few threads busy, or add too many terms in one chain, its
-// group is cut into chunks, and a second launch adds up their sums. The plan depends on shapes and
-// strides alone, never on the number of threads.
+// over one group. The largest comes first, so that the next pass reads little. Between passes the
+// sums stay in double. If a pass would keep few threads busy, or add too many terms in one chain,
+// its group is cut into chunks, and a second launch adds up their sums. The plan depends only on
+// shapes and strides, never on the number of threads.
 #include "reduce_sum/reduce_sum.h"
 
 #include <algorithm>
@@ -22,8 +22,8 @@ struct Group {
   bool summed;
 };
 
-// Which dimensions are summed. None and () mean all; a 0-d tensor has the dimensions 0 and -1, as
-// in PyTorch.
+// Returns which dimensions are summed. None and () mean all. As in PyTorch, a 0-d tensor has the
+// dimensions 0 and -1.
 static std::vector<bool> summed_dims(const Tensor &x,
                                      const std::optional<std::vector<int64_t>> &dim) {
   if (!dim || dim->empty()) return std::vector<bool>(x.dim(), true);
@@ -42,7 +42,7 @@ static std::vector<bool> summed_dims(const Tensor &x,
   return summed;
 }
 
-// The dimensions of x that are larger than 1, outermost in memory first.
+// Returns the dimensions of x that are larger than 1, the outermost in memory first.
 static std::vector<int64_t> memory_order(const Tensor &x) {
   std::vector<int64_t> order;
   for (int64_t d = 0; d < x.dim(); ++d) {
@@ -66,8 +66,8 @@ static std::vector<Group> merge(const std::vector<Group> &groups) {
 
 static int64_t round_up(int64_t a, int64_t step) { return ceil_div(a, step) * step; }
 
-// Terms per chunk on the CPU. A sum is cut into at most 256 work items of at least 128 KiB each,
-// but no chain in double has more than 1024 additions.
+// Returns the number of terms per chunk on the CPU. A sum is cut into at most 256 work items of at
+// least 128 KiB each, but no chain in double has more than 1024 additions.
 static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size) {
   const int64_t tiles = reduce_sum_tiles(pass.inner),
                 step = SUM_ROWS * reduce_sum_rows_as_one(pass.inner);
@@ -76,9 +76,9 @@ static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size)
   return round_up(std::min(std::max(for_items, for_bytes), 1024 * step), step);
 }
 
-// Terms per chunk on CUDA. No thread adds more than 8192 terms in one chain. If fewer than 1024
-// CTAs would run, a sum is cut into a few waves of CTAs, and each reads at least 32 KiB, the bytes
-// that it has in flight (twice that for columns).
+// Returns the number of terms per chunk on CUDA. No thread adds more than 8192 terms in one chain.
+// If fewer than 1024 CTAs would run, a sum is cut into a few waves of CTAs. Each CTA then reads at
+// least 32 KiB (64 KiB for columns), because it has 32 KiB in flight.
 static int64_t plan_chunk_cuda(const reduce_sum_args &pass, int64_t element_size) {
   const bool rows = pass.inner == 1;
   const int64_t row_bytes = pass.inner * element_size, tiles = ceil_div(row_bytes, 512);
@@ -97,7 +97,7 @@ static void launch_pass(const Tensor &x, reduce_sum_args &pass, int64_t element_
          ceil_div(128 << 10, item_bytes));
 }
 
-// Sums x (outer, reduce, inner) over reduce into out (outer, inner), in one launch or two.
+// Sums x (outer, reduce, inner) over reduce into out (outer, inner), in one or two launches.
 static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inner,
                      const Tensor &out) {
   const dtype_t dtype = check_dtype("reduce_sum", "x", x),
@@ -115,8 +115,8 @@ static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inn
   const int64_t chunk =
       x.is_cuda() ? plan_chunk_cuda(whole, element_size) : plan_chunk_cpu(whole, element_size);
   if (chunk >= reduce) return launch_pass(x, whole, element_size);
-  // A warp reads 512 bytes. Shorter rows are joined in pairs while their number is even, and the
-  // second launch also adds up the joined rows.
+  // A warp reads 512 bytes at once. Shorter rows are joined in pairs while their number is even.
+  // The second launch then also adds up the joined rows.
   int64_t as_one = 1;
   if (x.is_cuda() && inner > 1) {
     while (as_one * inner * element_size < 512 && reduce % (2 * as_one) == 0) as_one *= 2;
@@ -137,12 +137,12 @@ static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inn
   launch_pass(x, whole, sizeof(double));
 }
 
-// Sums x into out. `groups` is the layout of x, outermost first; out has the kept groups in the
-// same order.
+// Sums x into out. `groups` is the layout of x, outermost first. out has the kept groups in this
+// order.
 static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor &out) {
   const auto is_summed = [](const Group &group) { return group.summed; };
   const auto product = [](int64_t n, const Group &group) { return n * group.size; };
-  // If only dimensions of size 1 are summed, one pass copies.
+  // If only dimensions of size 1 are summed, a single pass copies x.
   if (std::none_of(groups.begin(), groups.end(), is_summed))
     groups.insert(groups.begin(), {1, true});
   Tensor current = x;
@@ -161,8 +161,8 @@ static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor 
   }
 }
 
-// Strides for a result of these sizes whose kept dimensions have the order of x's in memory.
-// kept[d] is the result's dimension for x's dimension d, or -1.
+// Returns strides for a result of these sizes, so that its dimensions have the same order in memory
+// as in x. kept[d] is the result's dimension for x's dimension d, or -1.
 static std::vector<int64_t> strides_like(const std::vector<int64_t> &sizes,
                                          const std::vector<int64_t> &order,
                                          const std::vector<int64_t> &kept) {
@@ -203,8 +203,8 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
     run_passes(dense, merge(groups), out);
     return out;
   }
-  // In memory the kept dimensions have another order than in the result. The sums are permuted, not
-  // x, because they are fewer.
+  // The kept dimensions have another order in x's memory than in the result. The sums are permuted
+  // and not x, because they are fewer.
   const Tensor as_x_lies = allocate_strided(sizes, strides_like(sizes, order, kept), dtype, x);
   run_passes(dense, merge(groups), as_x_lies);
   Tensor result = out;

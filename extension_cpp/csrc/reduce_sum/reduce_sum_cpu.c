@@ -1,9 +1,8 @@
-/* reduce_sum on the CPU. An item is a tile of columns over the rows of one chunk. Lanes add eight
- * rows of a block of 32 columns. Their sums are added to totals in double, which stay in the
- * first-level cache. Rows narrower than a block are joined: several are treated as one. A sum over
- * the last dimension runs the same loop on rows of 32 terms, and adds up the 32 totals at the end.
- * The source fixes the order of every sum: it is the same for every instruction set and number of
- * threads. */
+/* reduce_sum on the CPU. A work item is a tile of columns over the rows of one chunk. Lanes add
+ * eight rows of a block of 32 columns. Their sums are added to totals in double, which fit into the
+ * L1 cache. Several rows that are narrower than a block are treated as one. A sum over the last
+ * dimension runs the same loop on rows of 32 terms, and adds up the 32 totals at the end. The
+ * source code fixes the order of every sum, for every instruction set and number of threads. */
 #include "reduce_sum/reduce_sum.h"
 
 #include "common/cpu/block.h"
@@ -11,13 +10,13 @@
 
 _Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
 
-/* The first column of block b in a tile of `width` columns. The last block overlaps its neighbour
- * instead of being cut; both compute the same sums. */
+/* Returns the first column of block b in a tile of `width` columns. The last block is not cut but
+ * overlaps the block before it. Both compute the same sums for the common columns. */
 ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
   return b * BLOCK < width - BLOCK ? b * BLOCK : width - BLOCK;
 }
 
-/* out[i .. i + n) = sum[0 .. n), rounded to the type of out. */
+/* Stores n sums at out[i], rounded to the dtype of out. */
 NOINLINE void store_sums(const reduce_sum_args *args, int64_t i, const double *restrict sum,
                          int64_t n) {
   switch (args->out_dtype) {

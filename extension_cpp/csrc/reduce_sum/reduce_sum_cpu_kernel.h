@@ -1,7 +1,7 @@
-/* Compiled once per element type by reduce_sum_cpu.c (for_each_dtype.h defines T, ACC, NAME,
- * LOAD and STORE). */
+/* CPU kernels of reduce_sum. reduce_sum_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
-/* Loads a row of a block and prefetches the one `ahead` bytes later. */
+/* Loads one row of a block, and prefetches the row `ahead` bytes later. */
 ALWAYS_INLINE void NAME(load_row)(ACC *restrict row, const T *restrict p, int64_t ahead) {
   prefetch(p, ahead, BLOCK * (int64_t)sizeof(T));
   LOAD(row, p, BLOCK);
@@ -24,9 +24,9 @@ ALWAYS_INLINE void NAME(add_row)(double *restrict total, const T *restrict p) {
   for (int k = 0; k < BLOCK; ++k) total[k] += (double)row[k];
 }
 
-/* total (blocks, BLOCK): total[b][k] is the sum over the rows for lane k of block b. Rows are
- * `stride` elements apart. Prefetches the next eight rows, at least 4 KiB ahead: without that,
- * bfloat16 reads a fifth slower. */
+/* Sets total (blocks, BLOCK): total[b][k] is the sum over the rows for lane k of block b. Rows are
+ * `stride` elements apart. The next eight rows are prefetched, at least 4 KiB ahead. Without that,
+ * bfloat16 is read a fifth slower. */
 ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t rows,
                                     int64_t stride, int64_t width) {
   const int64_t blocks = ceil_div(width, BLOCK);
@@ -45,7 +45,7 @@ ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t 
   }
 }
 
-/* Moves a block's totals from the order of the lanes to the order of memory. */
+/* Reorders a block's totals from the order of the lanes to the order in memory. */
 ALWAYS_INLINE void NAME(order_block)(double *total) {
   double lane[BLOCK];
   if (NAME(column)(1) == 1) return;
@@ -53,7 +53,7 @@ ALWAYS_INLINE void NAME(order_block)(double *total) {
   for (int k = 0; k < BLOCK; ++k) total[NAME(column)(k)] = lane[k];
 }
 
-/* Sums a contiguous span shorter than two blocks, in double lanes from the start. */
+/* Sums a contiguous span shorter than two blocks. All lanes are double. */
 ALWAYS_INLINE double NAME(sum_short)(const T *p, int64_t n) {
   double lane[8] = {0};
   int64_t i = 0;
@@ -65,7 +65,7 @@ ALWAYS_INLINE double NAME(sum_short)(const T *p, int64_t n) {
   return (lane[0] + lane[2]) + (lane[1] + lane[3]);
 }
 
-/* Sums a contiguous span as rows of one block each. */
+/* Sums a contiguous span, as rows of one block each. */
 static double NAME(sum_long)(const T *p, int64_t n) {
   double total[BLOCK];
   NAME(sum_blocks)(total, p, n / BLOCK, BLOCK, BLOCK);
@@ -80,7 +80,7 @@ static double NAME(sum_long)(const T *p, int64_t n) {
   return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
-/* Items [begin, end) of a sum over contiguous spans. Sums are stored in batches. */
+/* Processes work items [begin, end) of a sum over contiguous spans. Sums are stored in batches. */
 static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t end) {
   double sums[64];
   int64_t o = begin / args->chunks, c = begin % args->chunks;
@@ -101,7 +101,7 @@ static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t 
   }
 }
 
-/* Sums rows narrower than a block: several are treated as one, and a tree adds up their totals. */
+/* Sums rows narrower than a block. Several are treated as one, and a tree adds up their totals. */
 static void NAME(sum_narrow)(const reduce_sum_args *args, const T *p, int64_t rows, int64_t out) {
   double total[BLOCK * BLOCK];
   const int64_t inner = args->inner, as_one = reduce_sum_rows_as_one(inner), width = as_one * inner;

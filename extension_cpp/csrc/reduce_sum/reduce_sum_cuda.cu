@@ -1,36 +1,36 @@
-// reduce_sum on the GPU, in three kernels. Every thread walks over 16-byte vectors, with four to
-// eight in flight. It adds the elements of a batch in float (at most 64 terms; float64: double) and
-// everything after that in double.
+// reduce_sum on the GPU, in three kernels. Every thread loads 16-byte vectors, with four to eight
+// in flight. It adds the elements of a batch (at most 64 terms) in float, or in double for float64.
+// All further sums are in double.
 //
 //   sum_spans      inner = 1: a part of a warp, a warp or a CTA sums a contiguous span. The aligned
 //                  interior is read in vectors, head and tail elements one by one.
-//   sum_few_rows   A thread owns a vector of columns and walks down the rows. For many columns, or
-//                  very few rows.
-//   sum_many_rows  A CTA owns up to 512 bytes of columns. Its threads are laid out (row groups,
-//                  vectors); with G row groups, each walks down every G-th row. The row groups are
-//                  added up in shared memory.
+//   sum_few_rows   inner > 1, for many columns or very few rows: a thread owns a vector of columns
+//                  and loops over the rows.
+//   sum_many_rows  inner > 1: a CTA owns up to 512 bytes of columns. Its threads are laid out as
+//                  (row groups, vectors). With G row groups, each thread loops over every G-th row.
+//                  The sums of the row groups are then added up in shared memory.
 //
 // sum_many_rows reads aligned vectors for any width of a row. The rows of a thread are G apart, and
-// G is a multiple of a vector's elements, so they all have the same misalignment. The thread's
-// columns begin that many elements earlier. A tile then reads one vector more than its columns
-// fill; the neighbouring tile reads that vector again.
+// G is a multiple of a vector's elements, so all of them have the same misalignment. The thread's
+// columns begin that many elements earlier. A tile thus reads one vector more than its columns
+// fill, and the neighbouring tile reads this vector again.
 #include "common/cuda/reduce.cuh"
 #include "common/cuda/vector.cuh"
 #include "reduce_sum/reduce_sum.h"
 
 namespace reduce_sum_kernels {
 
-// __launch_bounds__ keeps three CTAs on an SM, 48 KiB in flight, for kernels that would take more
-// registers.
+// __launch_bounds__ below keeps three CTAs on an SM, with 48 KiB in flight, for kernels that would
+// otherwise take more registers.
 constexpr int LOG_THREADS = 8;
 constexpr int THREADS = 1 << LOG_THREADS;
-constexpr int LOG_TILE_VECTORS = 5;  // 512 bytes of a row
+constexpr int LOG_TILE_VECTORS = 5;  // log2 of the vectors in 512 bytes of a row
 
 template <typename T>
-constexpr int LANES = 16 / sizeof(T);  // elements of a vector
+constexpr int LANES = 16 / sizeof(T);  // elements in a vector
 
-// The vector at p, or zeros without access to memory. The load is predicated, because nvcc turns an
-// if into a branch and then has one load in flight instead of many.
+// Loads the vector at p if `valid`, and returns zeros otherwise. The load instruction has a
+// predicate, because nvcc compiles an if to a branch, with one load in flight instead of many.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_if(bool valid, const T *p) {
   Vector<T, N> v;
@@ -55,9 +55,9 @@ __device__ inline Vector<T, N> load_if(bool valid, const T *p) {
   return v;
 }
 
-// Loads the vectors at p + j * stride, j < count, in batches of U, and calls add(sum) with the sums
-// of each batch. The next batch is in flight while one is added: with one batch at a time nvcc
-// mixes additions with loads and waits for the first load.
+// Loads the vectors at p + j * stride for j < count, in batches of U, and calls add(sum) with the
+// sums of each batch. While one batch is added, the next is in flight. With one batch at a time
+// nvcc would mix additions with loads and wait for the first load.
 template <typename T, int N, int U, typename Add>
 __device__ inline void walk(const T *p, int64_t count, int64_t stride, Add &&add) {
   Vector<T, N> x[U], next[U];
@@ -102,7 +102,7 @@ __device__ inline void store_sum(const reduce_sum_args &args, int64_t i, double 
 
 __host__ __device__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// a / b, in 32 bits if they suffice: a 64-bit division takes as long as a whole thread of
+// Returns a / b, in 32 bits if they suffice: 64-bit division takes as long as a thread of
 // sum_few_rows.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
   if ((static_cast<uint64_t>(a | b) >> 32) == 0)
@@ -110,7 +110,7 @@ __device__ inline int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// The rows [begin, end) of chunk number oc = o * chunks + c, and the offset of o's first row.
+// The rows [begin, end) of chunk number oc = o * chunks + c, and the offset of the first row of o.
 struct Rows {
   int64_t begin, end, base;
 };
@@ -127,14 +127,14 @@ __device__ inline Rows rows_of(const reduce_sum_args &args, int64_t oc) {
 
 // ---- inner = 1 ----
 
-// This lane's share of the sum over p[0 .. n): 2^log_width lanes read side by side.
+// Returns this lane's share of the sum over p[0 .. n). 2^log_width lanes read side by side.
 template <typename T, int U>
 __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width) {
   constexpr int N = LANES<T>;
   const int width = 1 << log_width;
   const int64_t head = smaller((16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / sizeof(T), n);
   const int64_t vectors = (n - head) / N, tail = head + vectors * N;
-  // There are at most N - 1 elements at either end, and at least N lanes. The elements are loaded
+  // There are at most N - 1 elements at either end, and at least N lanes. These elements are loaded
   // here and added at the end, so that nothing waits for them.
   const acc_t<T> first = lane < head ? to_acc(p[lane]) : acc_t<T>(0);
   const acc_t<T> last = tail + lane < n ? to_acc(p[tail + lane]) : acc_t<T>(0);
@@ -151,7 +151,7 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   return total + first + last;
 }
 
-// A group of 2^log_width lanes sums a span. WHOLE_BLOCK: the group is the CTA.
+// A group of 2^log_width lanes sums a span. WHOLE_BLOCK says that the group is the CTA.
 template <typename T, int U, bool WHOLE_BLOCK>
 __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int log_width) {
   const int64_t spans = args.outer * args.chunks;
@@ -174,8 +174,8 @@ __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int l
   }
 }
 
-// ---- inner > 1: a thread sums N columns over all rows of a chunk; N elements are aligned in every
-// row ----
+// ---- inner > 1: a thread sums N columns over a chunk's rows; N elements are aligned in every row
+// ----
 
 template <typename T, int N>
 __device__ inline void store_sums(const reduce_sum_args &args, dtype_t dtype, int64_t i,
@@ -210,15 +210,15 @@ __global__ void __launch_bounds__(THREADS, 3) sum_few_rows(reduce_sum_args args)
 
 // ---- inner > 1: a CTA sums a tile of columns ----
 
-// total[k] += the sum of x[offset + j * stride + k] over j < count, for the indices inside x.
+// Adds the sum of x[offset + j * stride + k] over j < count to total[k], for the indices inside x.
 template <typename T>
 __device__ inline void sum_column_vector(const reduce_sum_args &args, int64_t offset, int64_t count,
                                          int64_t stride, double (&total)[LANES<T>]) {
   constexpr int N = LANES<T>;
   const T *x = static_cast<const T *>(args.x);
   const int64_t numel = args.outer * args.reduce * args.inner;
-  // The vectors of the first and last rows may begin before x or end after it. Those are read
-  // element by element.
+  // The vectors of the first and last rows may begin before x or end after it. Their elements are
+  // read one by one.
   const auto one_by_one = [&](int64_t begin) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 3)
                   row_begin = rows.base + row * args.inner + tile_begin;
     const int shift = static_cast<int>(
         reinterpret_cast<uintptr_t>(static_cast<const T *>(args.x) + row_begin) % 16 / sizeof(T));
-    const int column = vector * N - shift;  // the column of the thread's first element in the tile
+    const int column = vector * N - shift;  // column of the thread's first element in the tile
     const int64_t count = (rows.end - row + row_groups - 1) >> (LOG_THREADS - log_vectors);
     double total[N] = {0};
     if (column < width)
@@ -270,16 +270,16 @@ __global__ void __launch_bounds__(THREADS, 3)
     __syncthreads();
     for (int i = threadIdx.x; i < width; i += THREADS)
       store_sum(args, oc * args.inner + tile_begin + i, fold[i]);
-    __syncthreads();  // the next item writes fold
+    __syncthreads();  // the next item overwrites fold
   }
 }
 
 // ---- launchers ----
 
-// At most 2^30 CTAs: the loops inside the kernels process the rest.
+// Returns at most 2^30 CTAs. The loops inside the kernels process the rest.
 unsigned grid(int64_t blocks) { return static_cast<unsigned>(smaller(blocks, 1 << 30)); }
 
-// The logarithm of the smallest power of two that is at least n, but at most `limit`.
+// Returns log2 of the smallest power of two that is at least n, but no more than `limit`.
 int log_at_least(int64_t n, int limit) {
   int log = 0;
   while ((1 << log) < n && log < limit) ++log;
@@ -294,8 +294,8 @@ void launch_spans(const reduce_sum_args &args, cudaStream_t stream) {
     sum_spans<T, 4, true><<<grid(spans), THREADS, 0, stream>>>(args, LOG_THREADS);
     return;
   }
-  // About sixteen vectors per lane, because a row needs about two hundred instructions besides its
-  // loads. At least as many lanes as a vector has elements (sum_span).
+  // A lane reads about sixteen vectors, because a row needs about two hundred instructions besides
+  // its loads. There are at least as many lanes as a vector has elements (sum_span).
   const int log_lanes = log_at_least(LANES<T>, 5),
             log_wanted = log_at_least(ceil_div(vectors, 16), 5);
   const int log_width = log_wanted > log_lanes ? log_wanted : log_lanes;
@@ -327,8 +327,8 @@ void launch_columns(const reduce_sum_args &args, cudaStream_t stream) {
     return static_cast<int64_t>((1 << log_vectors) - shared) * N;
   };
   int log_vectors = log_at_least(ceil_div(args.inner, N) + shared, LOG_TILE_VECTORS);
-  // Fewer than 128 CTAs cannot use all memory bandwidth, and 64 bytes of a row suffice for full
-  // speed.
+  // Fewer than 128 CTAs cannot use all the memory bandwidth, so tiles are made narrower. 64 bytes
+  // of a row suffice for full speed.
   while (log_vectors > 2 && spans * ceil_div(args.inner, columns(log_vectors)) < 128) --log_vectors;
   const int64_t blocks = spans * ceil_div(args.inner, columns(log_vectors));
   sum_many_rows<T><<<grid(blocks), THREADS, 0, stream>>>(args, log_vectors, columns(log_vectors));

@@ -1,4 +1,4 @@
-// relu: schemas, checks, allocation and registration. The kernels' contract is in relu.h.
+// relu: schemas, checks, allocation and registration. relu.h defines what the kernels compute.
 #include "relu/relu.h"
 
 #include "common/shim/op.h"

@@ -1,8 +1,8 @@
 /* relu: y[i] = x[i] < 0 ? 0 : x[i]
  * relu_backward: grad_x[i] = y[i] <= 0 ? 0 : grad_out[i]
- *   every pointer  (numel), dense, all of one type and one element order, no overlap
- * numel = 0 writes nothing. Where x is NaN, y is NaN and grad_x is grad_out, as in PyTorch.
- * Deterministic. */
+ *   every pointer  (numel), dense, all of one dtype and one order of elements, no overlap
+ * With numel = 0 nothing is written. Where x is NaN, y is NaN and grad_x is grad_out, as in
+ * PyTorch. Results are deterministic. */
 #ifndef EXTENSION_CPP_RELU_H
 #define EXTENSION_CPP_RELU_H
 
@@ -28,11 +28,11 @@ typedef struct {
   dtype_t dtype;
 } relu_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
 void relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void relu_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
 int relu_forward_cuda(const relu_forward_args *args, void *stream);
 int relu_backward_cuda(const relu_backward_args *args, void *stream);
 

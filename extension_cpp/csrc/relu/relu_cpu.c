@@ -1,5 +1,4 @@
-/* relu on the CPU: flat over the elements, one block at a time. The arithmetic is in
- * relu_cpu_kernel.h. */
+/* relu on the CPU, element by element in blocks. The arithmetic is in relu_cpu_kernel.h. */
 #include "relu/relu.h"
 
 #include "common/cpu/block.h"

@@ -1,5 +1,5 @@
-/* Compiled once per element type by relu_cpu.c (for_each_dtype.h defines T, ACC, NAME, LOAD
- * and STORE). */
+/* CPU kernels of relu. relu_cpu.c compiles this file once per element type (for_each_dtype.h
+ * defines T, ACC, NAME, LOAD and STORE). */
 
 ALWAYS_INLINE void NAME(relu_forward_block)(const relu_forward_args *args, int64_t i, int n,
                                             int stream) {

@@ -1,4 +1,4 @@
-// relu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
+// relu on the GPU, element by element. A thread processes two 16-byte vectors of each operand
 // (common/cuda/pointwise.cuh).
 #include "common/cuda/pointwise.cuh"
 #include "relu/relu.h"

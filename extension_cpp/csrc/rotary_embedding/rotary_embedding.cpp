@@ -1,5 +1,4 @@
-// rotary_embedding: schemas, checks, allocation and registration. rotary_embedding.h has the
-// kernel's contract.
+// rotary_embedding: schemas, checks, allocation and registration. Formulas: rotary_embedding.h.
 #include "rotary_embedding/rotary_embedding.h"
 
 #include <string>
@@ -11,7 +10,7 @@ namespace extension_cpp::rotary_embedding {
 
 // ---- checks ----
 
-// The names of q and k in errors.
+// The names of the op, q and k in error messages.
 struct Names {
   const char *op, *q, *k;
 };
@@ -35,7 +34,7 @@ static void check_k(const Names &names, const Tensor &k, const Tensor &q) {
                      to_string(k.sizes()));
 }
 
-// The size of dimension d, counted from the end; 1 if there is no such dimension.
+// Returns the size of dimension d, counted from the end (1 is the last), or 1 if there is none.
 static int64_t size_from_end(const Tensor &x, int64_t d) {
   return d <= x.dim() ? x.size(x.dim() - d) : 1;
 }
@@ -83,13 +82,14 @@ static dtype_t check_inputs(const Names &names, const Tensor &q, const Tensor &k
 
 static bool has_unit_rows(const Tensor &x) { return x.size(-1) == 1 || x.stride(-1) == 1; }
 
-// The stride of a missing dimension, or of one of size 1, has no effect.
+// Returns the strides of batch, head and token. That of a missing dimension has no effect.
 static rotary_strides strides_of(const Tensor &x) {
   const auto from_end = [&](int64_t d) { return d <= x.dim() ? x.stride(x.dim() - d) : 0; };
   return {from_end(4), from_end(3), from_end(2)};
 }
 
-// q or k, as the kernel reads and writes it: copies, if the last dimension does not have stride 1.
+// q or k, and its result, as the kernel reads and writes them. If the last dimension does not have
+// stride 1, x is a copy of the input, and y is copied to `result` later.
 struct Rotated {
   Tensor x, y, result;
 
@@ -136,7 +136,7 @@ static std::tuple<Tensor, Tensor> rotate(const Names &names, const Tensor &q, co
   args.wide_factors = cos.scalar_type() != q.scalar_type();
   args.interleaved = interleaved;
   args.transposed = transposed;
-  // A CPU thread gets at least 128 KiB of traffic.
+  // A CPU thread gets at least 128 KiB of memory traffic.
   const int64_t row_bytes = 2 * args.cols * static_cast<int64_t>(q.element_size());
   launch(names.op, KERNEL(rotary_embedding), args, q, rotary_rows(&args, 0) + rotary_rows(&args, 1),
          ceil_div(128 << 10, row_bytes));

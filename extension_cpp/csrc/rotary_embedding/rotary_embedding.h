@@ -1,17 +1,19 @@
-/* rotary_embedding of q and k. In each row x of `cols` elements, the matrix of the row's token
- * multiplies the first `rotated` in pairs (i, j), and the others are copied:
+/* rotary_embedding of q and k. In each row x of `cols` elements, the first `rotated` elements are
+ * rotated in pairs (i, j) by the angles of the row's token, and the others are copied:
  *   y[i] = cos[i] * x[i] - sin[i] * x[j]    transposed:  y[i] = cos[i] * x[i] + sin[j] * x[j]
  *   y[j] = cos[j] * x[j] + sin[j] * x[i]                 y[j] = cos[j] * x[j] - sin[i] * x[i]
- * with j = i + rotated / 2; if interleaved, i is even and j = i + 1. Backward is `transposed`.
- * tensors  q and k, each (batch, heads, tokens, cols) of type dtype, unit stride in cols and any
- *   other strides, at any address valid for that type. q and k have their own heads, which may be
- *   0. y has its own strides; no two of its elements overlap, and none overlaps x.
- * cos, sin  (batch, tokens, rotated), unit stride in rotated, batch stride 0 if all sequences share
- *   them; of type dtype, or float if wide_factors, which only 16-bit dtypes may have.
- * rotated is even and at most cols. Any size may exceed 2^31; a call with no element is not
- * launched. Computed in float (float64: double): the product with sin is rounded, the rest is one
- * fma. A result depends on its own pair alone: deterministic and batch-invariant.
- * Source: Su et al. 2021, arXiv:2104.09864, in the layouts of Hugging Face transformers. */
+ * with j = i + rotated / 2. If interleaved, i is even and j = i + 1. Backward is `transposed`.
+ *   tensors   q and k, each (batch, heads, tokens, cols) of type dtype, with stride 1 in cols and
+ *             any other strides, at any address valid for that type. q and k have their own numbers
+ *             of heads, which may be 0. y has its own strides. No two elements of y overlap, and
+ *             none overlaps x.
+ *   cos, sin  (batch, tokens, rotated), with stride 1 in rotated, and batch stride 0 if all
+ *             sequences share them. Of type dtype, or float if wide_factors (16-bit dtypes only).
+ * rotated is even and at most cols. Any size may exceed 2^31. A call without elements is not
+ * launched. Results are computed in float (double for float64): the product with sin is rounded,
+ * the rest is one fma. A result depends only on its own pair, so it is deterministic and
+ * batch-invariant. Source: Su et al. 2021, arXiv:2104.09864, in the layouts of Hugging Face
+ * transformers. */
 #ifndef EXTENSION_CPP_ROTARY_EMBEDDING_H
 #define EXTENSION_CPP_ROTARY_EMBEDDING_H
 
@@ -23,7 +25,7 @@
 extern "C" {
 #endif
 
-/* Strides in elements. */
+/* Strides are in elements. */
 typedef struct {
   int64_t batch, head, token;
 } rotary_strides;
@@ -45,7 +47,7 @@ typedef struct {
   int wide_factors, interleaved, transposed;
 } rotary_embedding_args;
 
-/* The rows of a tensor. On the CPU an item is a row: first the rows of q, then the rows of k. */
+/* Returns the number of rows of a tensor. CPU work items are rows: those of q, then those of k. */
 static inline int64_t rotary_rows(const rotary_embedding_args *args, int tensor) {
   return args->batch * args->tensors[tensor].heads * args->tokens;
 }

@@ -1,8 +1,9 @@
-/* rotary_embedding on the CPU, row by row: a row is one head of one token. Rows follow in the order
- * of memory, so that stores can be streamed: all heads of a token, if they are neighbours in
- * memory, else all tokens of a head. (Tiles of tokens, head by head, would keep cos and sin in the
- * first-level cache, but took 1.4 times as long.) A token's cos and sin are read from a cache and
- * widened again for each head. The arithmetic is in rotary_embedding_cpu_kernel.h. */
+/* rotary_embedding on the CPU, row by row, where a row is one head of one token. Rows are processed
+ * in the order of memory, so that stores can bypass the caches. If the heads of a token are
+ * neighbours in memory, all heads of a token come first, and otherwise all tokens of a head. A
+ * token's cos and sin are read from a cache and widened again for each head. (Tiles of tokens, head
+ * by head, would keep them in the L1 cache, but took 1.4 times as long.) The arithmetic is in
+ * rotary_embedding_cpu_kernel.h. */
 #include "rotary_embedding/rotary_embedding.h"
 
 #include "common/cpu/block.h"
@@ -51,7 +52,7 @@ ALWAYS_INLINE int64_t offset_of(rotary_strides strides, place_t place) {
 
 static void rotary_embedding_cpu_range(int64_t begin, int64_t end,
                                        const rotary_embedding_args *args) {
-  int64_t first = 0; /* the number of the tensor's first row */
+  int64_t first = 0; /* index of the tensor's first row among the rows of q and k */
   for (int i = 0; i < 2; ++i) {
     const int64_t rows = rotary_rows(args, i);
     const int64_t from = begin > first ? begin - first : 0;

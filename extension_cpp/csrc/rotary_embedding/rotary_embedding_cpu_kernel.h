@@ -1,5 +1,5 @@
-/* Compiled once per element type by rotary_embedding_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). */
+/* CPU kernels of rotary_embedding. rotary_embedding_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
 /* A row, and the factors of its token. */
 typedef struct {
@@ -9,8 +9,8 @@ typedef struct {
   const void *sin;
 } NAME(row_t);
 
-/* Loads n factors (of cos or sin) from index i on, in the lane order of T (lane_of below). `wide`:
- * the factors are floats and not T. */
+/* Loads n factors (cos or sin) from index i on, in the block order of T. `wide` says that the
+ * factors are floats and not of type T. */
 ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i, int n, int wide) {
   if (!wide) {
     LOAD(v, (const T *)p + i, n);
@@ -22,8 +22,8 @@ ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i,
   }
 }
 
-/* Rotates n pairs: (i, i + half), (i + 1, i + 1 + half) and so on. sin[i + low] is the factor for
- * y[i], and sin[i + high] for y[i + half]. */
+/* Rotates n pairs (i, i + half), (i + 1, i + 1 + half) and so on. sin[i + low] is the factor for
+ * y[i], and sin[i + high] the factor for y[i + half]. */
 ALWAYS_INLINE void NAME(half_block)(const NAME(row_t) * row, int64_t i, int64_t half, int64_t low,
                                     int64_t high, ACC sign, int n, int wide, int stream) {
   ACC a[BLOCK], b[BLOCK], cos_a[BLOCK], cos_b[BLOCK], sin_a[BLOCK], sin_b[BLOCK], y[BLOCK];
@@ -39,13 +39,13 @@ ALWAYS_INLINE void NAME(half_block)(const NAME(row_t) * row, int64_t i, int64_t 
   STORE(row->y + i + half, y, n, stream);
 }
 
-/* The lane of a pair's first or second element. bfloat16's lanes hold the even elements first and
- * then the odd ones; the other types' lanes have the order of memory. */
+/* Returns the lane of a pair's first or second element. In a bfloat16 block the even elements come
+ * first and then the odd ones. Blocks of other types are in memory order. */
 ALWAYS_INLINE int NAME(lane_of)(int pair, int second) {
   return NAME(column)(1) == 1 ? 2 * pair + second : pair + second * (BLOCK / 2);
 }
 
-/* Rotates n elements from i on, where pairs are neighbours. */
+/* Rotates n elements from i on, where the two elements of a pair are neighbours. */
 ALWAYS_INLINE void NAME(neighbour_block)(const NAME(row_t) * row, int64_t i, ACC sign,
                                          int is_transposed, int n, int wide, int stream) {
   ACC x[BLOCK], cos[BLOCK], sin[BLOCK], y[BLOCK];
@@ -96,7 +96,7 @@ static void NAME(rotate_rows)(const rotary_embedding_args *args, const rotary_te
                              (T *)tensor->y + offset_of(tensor->y_strides, place),
                              (const char *)args->cos + of_cos * factor_size,
                              (const char *)args->sin + of_sin * factor_size};
-    /* Streaming needs both halves of the row aligned to 64 bytes. */
+    /* Non-temporal stores need both halves of the row aligned to 64 bytes. */
     const int stream =
         should_stream && (uintptr_t)row.y % 64 == 0 && rotated / 2 * sizeof(T) % 64 == 0;
     if (wide)

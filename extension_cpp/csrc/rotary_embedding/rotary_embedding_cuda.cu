@@ -1,10 +1,10 @@
-// rotary_embedding on the GPU: one launch for q and k, whose heads count as one list of heads.
+// rotary_embedding on the GPU. One launch processes q and k, whose heads form one list.
 //
-// A thread rotates two vectors of N elements with each other, at the same columns of one token in
-// up to HEADS heads. The thread loads cos and sin once for all heads, and all its vectors of x are
-// in flight before it uses the first. Threads are numbered in q's memory order: the vectors of a
-// row, then `tile` tokens of a head, then the heads, then the tokens. If the heads of a token are
-// neighbours in memory, the tile is one token. Elements that are not rotated are copied by further
+// A thread rotates two vectors of N elements with each other, at the same columns of one token, in
+// up to HEADS heads. It loads cos and sin once for all heads, and all its vectors of x are in
+// flight before it uses the first. Threads are numbered in q's memory order: first the vectors of a
+// row, then `tile` tokens of a head, then the heads, then the tiles. If the heads of a token are
+// neighbours in memory, a tile is one token. Elements that are not rotated are copied by further
 // threads of the same rows, two vectors each.
 #include "common/cuda/vector.cuh"
 #include "common/range.h"
@@ -14,21 +14,21 @@ namespace rotary_embedding_kernels {
 
 constexpr int THREADS = 128;
 constexpr int HEADS = 4;
-constexpr int TILE_THREADS = 64;  // threads per tile and head, at least: on neighbouring memory
+constexpr int TILE_THREADS = 64;  // minimum per tile and head; they share neighbouring memory
 
 struct Problem {
   rotary_embedding_args args;
   int64_t threads;
-  uint32_t heads;     // the heads of q and k together
-  uint32_t groups;    // groups of heads: a thread has heads group, group + groups, and so on
-  uint32_t pairs;     // pairs of vectors in the part of a row that is rotated
-  uint32_t places;    // threads per row: one per pair, and one per two vectors to copy
-  uint32_t tile;      // tokens per tile
-  uint32_t tiles;     // tiles per batch
-  uint32_t per_tile;  // threads per tile
+  uint32_t heads;     // number of heads of q and k together
+  uint32_t groups;    // groups of heads; a thread has heads group, group + groups, and so on
+  uint32_t pairs;     // number of vector pairs in the rotated part of a row
+  uint32_t places;    // number of threads per row: one per pair, and one per two vectors to copy
+  uint32_t tile;      // number of tokens per tile
+  uint32_t tiles;     // number of tiles per batch element
+  uint32_t per_tile;  // number of threads per tile
 };
 
-// Where a thread works. The second vector is `apart` elements after the first.
+// The work of a thread. Its second vector is `apart` elements after the first.
 struct Work {
   int64_t batch, token, column, apart;
   uint32_t group;
@@ -41,7 +41,7 @@ __device__ inline bool find_work(const Problem &p, Work &work) {
   if (thread >= static_cast<uint64_t>(p.threads)) return false;
   uint64_t outer, batch;
   uint32_t inner, tile;
-  // A 64-bit division takes as long as the rest of a thread.
+  // Divides in 32 bits if possible. A 64-bit division takes as long as the rest of a thread.
   if (p.threads <= UINT32_MAX) {
     outer = static_cast<uint32_t>(thread) / p.per_tile;
     inner = static_cast<uint32_t>(thread) % p.per_tile;
@@ -70,8 +70,8 @@ __device__ inline bool find_work(const Problem &p, Work &work) {
 }
 
 // The factors of a thread's two vectors. After sign_factors, element k of vector v becomes
-// cos[v][k] times itself plus sin[v][k] times the other element of its pair. A pair is element k of
-// both vectors, or two neighbours in one vector.
+// cos[v][k] times itself plus sin[v][k] times the other element of its pair. The elements of a pair
+// are element k of both vectors, or two neighbours in one vector.
 template <typename A, int N>
 struct Factors {
   A cos[2][N], sin[2][N];
@@ -102,7 +102,7 @@ __device__ inline void load_factors(Factors<A, N> &f, const rotary_embedding_arg
   load_factors<A, C, N>(f.sin[1], sin + work.apart);
 }
 
-// Turns sin[v][k] into the signed factor of the other element of the pair.
+// Replaces sin[v][k] by the signed factor of the other element of the pair.
 template <typename A, int N>
 __device__ inline void sign_factors(Factors<A, N> &f, bool are_neighbours, bool transposed) {
   const A sign = transposed ? A(-1) : A(1);
@@ -142,11 +142,11 @@ __device__ inline void rotate(Vector<T, N> &first, Vector<T, N> &second,
   second = pack<T, N>(y[1]);
 }
 
-// The rows of a thread's token, by head: first those of q, then those of k.
+// The rows of a thread's token, indexed by head. The heads of q come before those of k.
 template <typename T>
 struct Rows {
   T *q, *k;
-  int64_t q_stride, k_stride;  // from head to head
+  int64_t q_stride, k_stride;  // strides between heads
   uint32_t q_heads;
 
   __device__ T *operator[](uint32_t head) const {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Proble
   if (!find_work<N>(p, work)) return;
   const Rows<const T> x = x_rows<T>(args.tensors[0], args.tensors[1], work);
   Vector<T, N> first[HEADS], second[HEADS];
-  // If there are fewer heads, the last one is loaded again. With a branch around each load nvcc
+  // If there are fewer heads, the last one is loaded again. With a branch around each load, nvcc
   // would not issue the loads back to back.
 #pragma unroll
   for (int u = 0; u < HEADS; ++u) {
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Proble
 
 // ---- host ----
 
-// Whether all vectors of N elements begin at multiples of their size.
+// Returns whether all vectors of N elements begin at multiples of their size.
 template <typename T, int N>
 bool fits(const rotary_embedding_args &args) {
   const auto is_aligned = [](const void *p, size_t size) {

@@ -1,4 +1,4 @@
-/* What rows/cpu_sum_exp_kernel.h needs once, before it is compiled per element type. */
+/* The part of rows/cpu_sum_exp_kernel.h that does not depend on the element type. */
 #ifndef EXTENSION_CPP_CPU_SUM_EXP_H
 #define EXTENSION_CPP_CPU_SUM_EXP_H
 
@@ -7,26 +7,30 @@
 #include "common/cpu/row.h"
 
 enum {
-  SUM_EXP_COLS = 8192,    /* columns of a row between two flushes to double */
-  POWER_LANES = 16,       /* lanes of a sum of powers */
-  POWER_MAX = 90000,      /* the largest maximum of a sum of powers */
-  SUM_EXP_TILE = 128,     /* inner elements of a tile */
-  SUM_EXP_TILE_COLS = 32, /* columns of a tile between two flushes to double */
+  SUM_EXP_COLS = 8192,    /* columns that are summed before the sum is added to a double */
+  POWER_LANES = 16,       /* lanes in add_powers() */
+  POWER_MAX = 90000,      /* plain_sums() is accurate if |max| is below this */
+  SUM_EXP_TILE = 128,     /* inner elements in a tile */
+  SUM_EXP_TILE_COLS = 32, /* the same in a tile */
 };
 
-/* Flags of a kernel: SOFTCAP: z is capped. ENTROPY: also sums exp(z - max) * (z - max). SMOOTH: the
- * gradient has the term of label smoothing. TARGET: the block may have the target's column.
- * CALLS: takes a function call for every block, where little code matters more than speed. */
+/* Flags of a kernel.
+ *   SOFTCAP  z is capped
+ *   ENTROPY  also computes the sum of exp(z - max) * (z - max)
+ *   SMOOTH   the gradient has the term of label smoothing
+ *   TARGET   the block may contain the target's column
+ *   CALLS    calls a function for each block, for rare cases, in which code size matters */
 enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4, TARGET = 8, CALLS = 16 };
 
-/* The degree of 2^x in sums. */
+/* The degree of the polynomial for 2^x in sums. */
 enum { DEGREE_float64 = 5, DEGREE_float32 = 5, DEGREE_float16 = 4, DEGREE_bfloat16 = 4 };
 
-/* How a pass over a row writes its columns, in three steps: if begin > 0, a block at 0 and a block
- * at `head`; streamed blocks in [begin, end); the blocks behind `end`. The last BLOCK columns are
- * one block, which may overlap the block before it: that is several times faster than a partial
- * block. No block overlaps a streamed one, whose line would have to be read from memory again. In
- * place, and in rows shorter than a block, the last block is partial. */
+/* How a pass over a row of `cols` elements writes its columns. If begin > 0, it first writes one
+ * block at column 0 and one at column `head`. It then writes [begin, end) with non-temporal stores,
+ * and last the blocks from `end` on. The last BLOCK columns form one block that may overlap the
+ * block before it. This is several times faster than a partial block. No block overlaps columns
+ * written with non-temporal stores, because their cache line would have to be read from memory
+ * again. In place, and in rows shorter than a block, the last block is partial instead. */
 typedef struct {
   int64_t head, begin, end;
   int partial;
@@ -47,14 +51,15 @@ ALWAYS_INLINE row_span_t row_span(const void *out, int64_t cols, int64_t size, i
   return span;
 }
 
-/* How far ahead a sum prefetches: to the next chunk, which is in short rows the next row. */
+/* Returns how far ahead a sum prefetches: to the next chunk, or to the next row if rows are
+ * short. */
 ALWAYS_INLINE ahead_t sum_exp_ahead(int64_t cols, int64_t size) {
   const int64_t chunk = cols < SUM_EXP_COLS ? cols : SUM_EXP_COLS;
   return row_ahead(chunk, chunk, size);
 }
 
-/* The largest of 32 lanes, in pairs. No lane is NaN. gcc makes scalar code of a loop that it
- * unrolls completely. */
+/* Returns the largest of 32 lanes, none of which is NaN. The pragmas keep gcc from unrolling the
+ * loops completely, because it compiles unrolled loops to scalar code. */
 #define DEFINE_FOLD_MAX(type)                                                       \
   ALWAYS_INLINE type fold_max_##type(const type *lane) {                            \
     type max[16];                                                                   \

@@ -1,23 +1,24 @@
-/* The maximum of z over the columns, the sum of exp(z - max), and for the entropy the sum of
- * exp(z - max) * (z - max). softmax and the losses include this file in their kernel headers, which
- * are compiled once per element type.
+/* Computes the maximum of z over the columns, the sum of exp(z - max), and for the entropy also the
+ * sum of exp(z - max) * (z - max). softmax and the losses include this file in their kernel
+ * headers, which are compiled once per element type.
  *
- * A row is taken in chunks of SUM_EXP_COLS columns. The maximum of a chunk reads memory; its sum
- * reads the first-level cache and prefetches the next chunk. So memory is read once, however long
- * the row is. If a chunk raises the maximum, the sums so far are scaled down.
+ * A row is processed in chunks of SUM_EXP_COLS columns. The maximum of a chunk reads it from
+ * memory. The sum then reads it from the L1 cache and prefetches the next chunk. Memory is
+ * therefore read once, however long the row is. If a chunk raises the maximum, the sums so far are
+ * scaled down.
  *
- * NaN. The maximum skips NaN, but the sum has it. +inf - inf makes the sum NaN as well. While the
- * maximum is -inf, the sums take 0 in its place, so that -inf adds exp(-inf) = 0. */
+ * NaN and infinities. A NaN does not become the maximum, but it makes the sum NaN, and so does +inf
+ * - inf. While the maximum is -inf, 0 is subtracted instead, so that -inf adds exp(-inf) = 0. */
 
-/* z = x * scale, or softcap * tanh(x * inverse). scale and softcap are positive, so the largest x
- * has the largest z. */
+/* The map from x to z: z = x * scale, or z = softcap * tanh(x * inverse) with SOFTCAP. scale and
+ * softcap are positive, so the largest x has the largest z. */
 typedef struct {
   ACC scale, softcap, inverse;
 } NAME(map_t);
 
-/* x becomes z - shift. The product x * scale is rounded before the subtraction, as it was for
- * shift: so the largest x gives exactly 0. A fused subtraction would give the rounding error of its
- * z, and exp of that may overflow if z is huge. */
+/* Replaces x by z - shift. The product x * scale is rounded before the subtraction, as it was when
+ * shift was computed, so the largest x gives exactly 0. A fused multiply-subtract would leave the
+ * rounding error of the product. For huge z this error is large, and its exp may overflow. */
 ALWAYS_INLINE void NAME(map_block)(ACC *restrict x, NAME(map_t) map, const ACC *restrict shift,
                                    int form) {
   if (form & SOFTCAP) {
@@ -33,7 +34,7 @@ ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
   return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
 }
 
-/* exp(x) for a result of type T. float32 needs the more exact one. */
+/* Returns exp(x) for a result of type T. float32 needs the more accurate function. */
 ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
   if (sizeof(T) > 2) return EXP_SOFTMAX(x);
   ACC power;
@@ -43,20 +44,22 @@ ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
 
 NOINLINE void NAME(load_zeros)(ACC *restrict v, const T *restrict p, int n) { LOAD(v, p, n); }
 
-/* Loads n elements and sets the lanes past them to -inf, which changes no maximum and no sum. */
+/* Loads n elements and sets the other lanes to -inf, which changes no maximum and no sum. */
 NOINLINE void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) {
   NAME(load_zeros)(v, p, n);
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
 }
 
-/* Loads the last n elements of a row, which end at p + n, into the last n columns of the block.
- * At least BLOCK elements end there, so one full load suffices. Sets the other columns to -inf. */
+/* Loads the last n elements of a row, which end at p + n, into the last n columns of the block, and
+ * sets the other columns to -inf. The row must have at least BLOCK elements, to allow a full
+ * load. */
 ALWAYS_INLINE void NAME(load_last)(ACC *restrict v, const T *restrict p, int n) {
   LOAD(v, p + n - BLOCK, BLOCK);
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) >= BLOCK - n ? v[k] : -(ACC)INFINITY;
 }
 
-/* A partial block takes a function call, which is cheap there and saves most of the code size. */
+/* Loads n elements. A partial block takes a function call, which costs little and saves much
+ * code. */
 ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n) {
   if (n == BLOCK) {
     LOAD(v, p, BLOCK);
@@ -71,12 +74,12 @@ ALWAYS_INLINE void NAME(max_block)(ACC *restrict max, const T *p, int n) {
   for (int k = 0; k < BLOCK; ++k) max[k] = v[k] > max[k] ? v[k] : max[k];
 }
 
-/* Adds a block of z - shift. */
+/* Adds the exponentials of a block to the sums. d is z - shift. */
 ALWAYS_INLINE void NAME(add_exp)(ACC *restrict sum, ACC *restrict products, const ACC *restrict d,
                                  int form) {
   if (form & ENTROPY) {
     for (int k = 0; k < BLOCK; ++k) {
-      /* 0 * -inf would be NaN. */
+      /* 0 * -inf would be NaN */
       const ACC least = d[k] < EXP_ZERO(d[k]) ? EXP_ZERO(d[k]) : d[k];
       ACC power;
       const ACC p = EXP_PARTS(least, sizeof(T) > 2 ? 5 : 4, &power), e = p * power;
@@ -92,15 +95,15 @@ ALWAYS_INLINE void NAME(add_exp)(ACC *restrict sum, ACC *restrict products, cons
   }
 }
 
-/* ---- rows: lanes are columns ---- */
+/* ---- rows: the lanes of a block are columns ---- */
 
 typedef struct {
   ACC max;
   double sum, products;
 } NAME(sums_t);
 
-/* The largest of `cols` elements at x. `last`: the row has at least BLOCK elements up to
- * x + cols. */
+/* Returns the largest of `cols` elements at x. `last` says that the row has at least BLOCK elements
+ * up to x + cols, so that load_last() may be used. */
 ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols, int last) {
   ACC max[BLOCK];
   int64_t c = 0;
@@ -116,18 +119,18 @@ ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols, int last) {
   return FOLD_MAX(max);
 }
 
-/* Adds a block of any width, with any flags. */
+/* Adds a block of n elements, with any flags. */
 NOINLINE void NAME(chunk_part)(ACC *restrict sum, ACC *restrict products, const T *p, int n,
                                const ACC *restrict shift, NAME(map_t) map, int form) {
   ACC v[BLOCK];
   NAME(load_part)(v, p, n);
   NAME(map_block)(v, map, shift, form);
-  /* Again, because softcap turns -inf into a number. */
+  /* Sets the lanes to -inf again, because softcap has turned -inf into a finite number. */
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
   NAME(add_exp)(sum, products, v, form);
 }
 
-/* Makes `max` the maximum of the sums so far. */
+/* Makes the sums so far relative to the new maximum `max`. */
 ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
   if (row->max != max && row->max != -(ACC)INFINITY) {
     const double step = (double)row->max - (double)max, factor = exp(step);
@@ -137,8 +140,8 @@ ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
   row->max = max;
 }
 
-/* The sums over columns [begin, end), at most a chunk. With SOFTCAP or CALLS every block takes a
- * call. */
+/* Adds columns [begin, end) to the sums of the row; they are at most one chunk. With SOFTCAP or
+ * CALLS every block takes a function call. */
 ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begin, int64_t end,
                                     ahead_t ahead, NAME(map_t) map, int form) {
   ACC shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
@@ -157,7 +160,7 @@ ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begi
     NAME(map_block)(v, map, shift, form);
     NAME(add_exp)(sum, products, v, form);
   } else if (c < end) {
-    /* Copies, so that the sums above stay in registers. */
+    /* The call gets copies, so that `sum` and `products` stay in registers in the loop above. */
     ACC last_sum[BLOCK], last_products[BLOCK];
     for (int k = 0; k < BLOCK; ++k) last_sum[k] = sum[k], last_products[k] = products[k];
     for (; c < end; c += BLOCK) {
@@ -183,19 +186,19 @@ ALWAYS_INLINE NAME(sums_t) NAME(row_sums)(const T *x, int64_t cols, NAME(map_t) 
   return row;
 }
 
-/* Any row, at less speed. */
+/* Computes the sums of any row, but more slowly than plain_sums(). */
 NOINLINE NAME(sums_t) NAME(rare_sums)(const T *x, int64_t cols, NAME(map_t) map) {
   return NAME(row_sums)(x, cols, map, CALLS);
 }
 
-/* exp(x - max) / 2 in two parts, as 2^(x * LOG2E - shift), which saves an operation in eight.
- * `shift` is the rounded max * LOG2E. */
+/* Computes exp(x - max) / 2 in two factors, as 2^(x * LOG2E - shift). `shift` is max * LOG2E,
+ * rounded. This saves one operation in eight. */
 ALWAYS_INLINE ACC NAME(power_of)(ACC x, ACC max, ACC shift, ACC *power) {
   const ACC y = HAS_FMA ? FMA(x, LOG2E(x), -shift) : (x - max) * LOG2E(x);
   return EXP2_PARTS(y, NAME(DEGREE), power);
 }
 
-/* Adds a block. The lanes are 16: of 32, not all would stay in AVX2's registers. */
+/* Adds a block to POWER_LANES sums. With 32 of them, not all would stay in AVX2's registers. */
 ALWAYS_INLINE void NAME(add_powers)(ACC *restrict sum, const ACC *restrict x, ACC max, ACC shift) {
   for (int first = 0; first < BLOCK; first += POWER_LANES) {
     for (int k = 0; k < POWER_LANES; ++k) {
@@ -206,8 +209,8 @@ ALWAYS_INLINE void NAME(add_powers)(ACC *restrict sum, const ACC *restrict x, AC
   }
 }
 
-/* The sum of exp(x - max) over columns [begin, end), at most a chunk. `has_max`: one of them is
- * max. */
+/* Returns the sum of exp(x - max) over columns [begin, end), at most one chunk. `has_max` says that
+ * one of these elements is max. */
 ALWAYS_INLINE double NAME(chunk_powers)(const T *x, int64_t begin, int64_t end, ahead_t ahead,
                                         ACC max, int has_max) {
   const ACC shift = max * LOG2E(max);
@@ -224,15 +227,15 @@ ALWAYS_INLINE double NAME(chunk_powers)(const T *x, int64_t begin, int64_t end, 
     NAME(load_last)(v, x + c, (int)(end - c));
     NAME(add_powers)(sum, v, max, shift);
   }
-  /* exp(k) makes up for the rounding of `shift`; |k| < 0.003. */
+  /* Multiplying by exp(k) corrects the rounding of `shift`. |k| < 0.003, so two terms suffice. */
   const double k = HAS_FMA ? LN2 * ((double)shift - (double)max * (double)LOG2E(max)) : 0;
   const double total = FOLD_POWERS(sum), factor = 2 * (1 + k * (1 + k / 2));
-  /* The term of max becomes exactly 1: where all others vanish, a loss is 0. */
+  /* The term of max becomes exactly 1, so that a loss is exactly 0 if all other terms vanish. */
   const ACC of_max = NAME(power_of)(max, max, shift, &power);
   return has_max ? (total - (double)(of_max * power)) * factor + 1 : total * factor;
 }
 
-/* A row with neither softcap nor entropy. */
+/* Computes the sums of a row without softcap and entropy. */
 NOINLINE NAME(sums_t) NAME(plain_sums)(const T *x, int64_t cols, NAME(map_t) map) {
   const ahead_t ahead = sum_exp_ahead(cols, sizeof(T));
   NAME(sums_t) row = {-(ACC)INFINITY, 0, 0};
@@ -241,21 +244,21 @@ NOINLINE NAME(sums_t) NAME(plain_sums)(const T *x, int64_t cols, NAME(map_t) map
     const int64_t end = cols - c < SUM_EXP_COLS ? cols : c + SUM_EXP_COLS;
     const ACC max = NAME(chunk_max)(x + c, end - c, 1);
     NAME(raise)(&row, max > row.max ? max : row.max);
-    /* Beyond, the rounding of `shift` is felt. */
+    /* For a larger |max|, the rounding error of `shift` would be noticeable. */
     if (!(row.max > -POWER_MAX && row.max < POWER_MAX)) return NAME(rare_sums)(x, cols, map);
     row.sum += NAME(chunk_powers)(x, c, end, ahead, row.max, max == row.max);
   }
   return row;
 }
 
-/* ---- tiles: lanes are inner elements, in block order ---- */
+/* ---- tiles: the lanes of a block are inner elements, in block order ---- */
 
 typedef struct {
   ACC max[SUM_EXP_TILE];
   double sum[SUM_EXP_TILE], products[SUM_EXP_TILE];
 } NAME(tile_sums_t);
 
-/* Adds a column, the x of a block's inner elements. */
+/* Adds one column to the sums of a block of inner elements. x has the elements of the column. */
 ALWAYS_INLINE void NAME(tile_column)(ACC *restrict sum, ACC *restrict products,
                                      const ACC *restrict shift, const ACC *restrict x,
                                      NAME(map_t) map, int form) {
@@ -265,19 +268,19 @@ ALWAYS_INLINE void NAME(tile_column)(ACC *restrict sum, ACC *restrict products,
   NAME(add_exp)(sum, products, v, form);
 }
 
-/* tile_column() for any flags `form`, as a call instead of inlined code. */
+/* Does the same as tile_column() for any flags, as a function call instead of inlined code. */
 NOINLINE void NAME(tile_column_part)(ACC *restrict sum, ACC *restrict products,
                                      const ACC *restrict shift, const ACC *restrict x,
                                      NAME(map_t) map, int form) {
   NAME(tile_column)(sum, products, shift, x, map, form);
 }
 
-/* Makes `max` the maximum of n lanes' sums so far, as far as it is larger. */
+/* Raises the maximum of each lane to `max` where that is larger, and rescales the lane's sums. */
 NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
                                double *restrict products, const ACC *restrict max) {
   for (int k = 0; k < BLOCK; ++k) {
     const ACC old = tile_max[k], new = max[k] > old ? max[k] : old;
-    /* step is -inf in the first chunk, where the sums are 0. */
+    /* In the first chunk step is -inf, and the sums are 0. */
     const ACC step = old == new ? 0 : old - new, factor = EXP_SOFTMAX(step);
     products[k] = factor == 0 ? 0 : (double)factor * (products[k] + (double)step * sum[k]);
     sum[k] *= (double)factor;
@@ -285,11 +288,12 @@ NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
   }
 }
 
-/* Adds `cols` columns of a block of n inner elements to the sums of tile lanes `first` and on. */
+/* Adds `cols` columns of a block of n inner elements to the tile's sums, from lane `first` on. */
 ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
-  /* A copy: where the stride is a power of 2, the columns push each other out of the caches. */
+  /* Columns are copied, because with a stride of a power of 2 they evict each other from the
+   * caches. */
   ACC copy[SUM_EXP_TILE_COLS][BLOCK];
   for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
   for (int64_t c = 0; c < cols; ++c) {
@@ -320,13 +324,14 @@ NOINLINE void NAME(tile_chunk_whole)(NAME(tile_sums_t) * tile, int first, const 
   NAME(tile_chunk)(tile, first, x, cols, inner, BLOCK, map, 0);
 }
 
-/* CALLS: every column takes a call. */
+/* With CALLS, every column takes a function call. */
 NOINLINE void NAME(tile_chunk_part)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   NAME(tile_chunk)(tile, first, x, cols, inner, n, map, form | CALLS);
 }
 
-/* Sums of `width` <= SUM_EXP_TILE inner elements. Lanes past the width hold rubbish. */
+/* Computes the sums of `width` <= SUM_EXP_TILE inner elements. Lanes past the width are
+ * undefined. */
 static void NAME(tile_sums)(NAME(tile_sums_t) * tile, const T *x, int64_t cols, int64_t inner,
                             int width, NAME(map_t) map, int form) {
   for (int k = 0; k < SUM_EXP_TILE; ++k) {

@@ -1,9 +1,9 @@
-// The properties of the current device that a plan depends on (rows/plan.h).
+// Queries the properties of the current device that a plan depends on (rows/plan.h).
 #include "rows/launch.cuh"
 
 namespace rows {
 
-// Never launched: ask_device() queries how many of its clusters run at once.
+// This kernel is never launched. ask_device() asks how many clusters of it run at once.
 __global__ void cluster_probe_kernel() {}
 
 static cudaError_t ask_device(Device &device, int number) {
@@ -20,14 +20,14 @@ static cudaError_t ask_device(Device &device, int number) {
   device.l2_bytes = major == 9 ? l2_bytes : 0;
   device.has_sm_90_code = attributes.ptxVersion >= 90;
   if (error != cudaSuccess || !device.has_sm_90_code) return error;
-  constexpr int SHARED = 160 << 10;  // one CTA per SM
+  constexpr int SHARED = 160 << 10;  // so much that only one CTA fits on an SM
   const auto probe = reinterpret_cast<const void *>(cluster_probe_kernel);
   for (int log = 1; log < 5; ++log) {
     LaunchConfig config(1 << log, dim3(512), nullptr);
     int &clusters = device.clusters[log];
     error = config.set_cluster(probe, SHARED, 1 << log);
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, probe, &config);
-    // No clusters of this size, or too little shared memory.
+    // The device has no clusters of this size, or too little shared memory.
     if (error == cudaErrorInvalidClusterSize || error == cudaErrorInvalidValue) {
       cudaGetLastError();
       clusters = 0;
@@ -38,7 +38,7 @@ static cudaError_t ask_device(Device &device, int number) {
   return cudaSuccess;
 }
 
-// Each thread caches the properties of the device that it used last.
+// Returns the current device's properties. Each thread caches those of the device it used last.
 cudaError_t current_device(Device &device) {
   thread_local int known = -1;
   thread_local Device facts;

@@ -1,4 +1,4 @@
-// Exponentials and their sums on the GPU: softmax and the losses.
+// Exponentials and their sums on the GPU, for softmax and the losses.
 #ifndef EXTENSION_CPP_ROWS_EXP_SUM_CUH
 #define EXTENSION_CPP_ROWS_EXP_SUM_CUH
 
@@ -8,8 +8,8 @@
 
 namespace rows {
 
-// exp(x), with the instruction for 2^x. The relative error is at most 2^-22 + |x| * 2^-24, because
-// the product with log2(e) is rounded. Results below 2^-126 are 0.
+// Returns exp(x), computed with the hardware's instruction for 2^x. The relative error is at most
+// 2^-22 + |x| * 2^-24, because the product with log2(e) is rounded. Results below 2^-126 are 0.
 __device__ inline float exponential(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
@@ -17,21 +17,21 @@ __device__ inline float exponential(float x) {
 }
 __device__ inline double exponential(double x) { return exp(x); }
 
-// A lower bound for log(p) where it is multiplied by p: exp(LOG_ZERO) is 0 in every dtype, and
-// 0 * -inf would be NaN.
+// A lower bound for log(p) where a kernel computes p log(p). exp(LOG_ZERO) is 0 in every dtype, and
+// the bound avoids 0 * -inf, which is NaN.
 constexpr float LOG_ZERO = -1000;
 
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 
-// The number to subtract before exp: the maximum, or 0 if it is -inf, because -inf - -inf is NaN.
+// Returns the number to subtract before exp: x, or 0 if x is -inf, because -inf - -inf is NaN.
 template <typename A>
 __device__ inline A finite_maximum(A x) {
   return x == -INFINITY ? A(0) : x;
 }
 
-// The factor that converts exponentials relative to the maximum `from` into exponentials relative
-// to `to`. If `from` is -inf, they are all 0 (or NaN), and any factor will do.
+// Returns the factor that converts exponentials relative to the maximum `from` into exponentials
+// relative to `to`. If `from` is -inf, the exponentials are all 0 or NaN, and any factor will do.
 template <typename A>
 __device__ inline A rescale(A from, A to) {
   return from == -INFINITY ? A(1) : exponential(from - to);
@@ -46,14 +46,14 @@ struct Moment<A, false> {
   static constexpr A moment = 0;
 };
 
-// Online softmax: computes, in one pass over elements z, their maximum, sum = sum(exp(z - max)),
-// and with ENTROPY moment = sum(exp(z - max) * (z - max)). The maximum skips NaN. NaN and +inf make
-// the sum NaN.
+// Online softmax. In one pass over elements z, it computes their maximum, sum = sum(exp(z - max)),
+// and with ENTROPY also moment = sum(exp(z - max) * (z - max)). A NaN does not become the maximum.
+// NaN and +inf make the sum NaN.
 template <typename A, bool ENTROPY>
 struct ExpSum : Moment<A, ENTROPY> {
   A max = -INFINITY, sum = 0;
 
-  // Makes the sums relative to the maximum `to`, which is at least max.
+  // Makes the sums relative to the maximum `to`, which must be at least max.
   __device__ void raise(A to) {
     const A factor = rescale(max, to);
     if constexpr (ENTROPY) {
@@ -79,7 +79,7 @@ struct ExpSum : Moment<A, ENTROPY> {
     }
   }
 
-  // Adds the elements that `other` has.
+  // Adds the elements that `other` has summed.
   __device__ void join(ExpSum other) {
     const A most = ::max(max, other.max);
     raise(most);
@@ -89,8 +89,8 @@ struct ExpSum : Moment<A, ENTROPY> {
   }
 };
 
-// Joins the exponential sums of a cluster's CTAs. `most` and `sum` are the maximum and the sum of
-// this CTA, and become those of the row.
+// Joins the exponential sums of the CTAs of a cluster. `most` and `sum` are the maximum and the sum
+// of this CTA, and are replaced by those of the row. `turn` is the number of the exchange (RowSum).
 template <typename Sum>
 __device__ inline void join_cluster(const Sum &row_sum, float &most, float &sum, int turn) {
   row_sum.send_to_all({most, sum}, turn);

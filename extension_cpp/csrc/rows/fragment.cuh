@@ -1,14 +1,16 @@
-// Building blocks of kernels that process the rows of a matrix, each with part of a warp, a CTA or
-// a cluster of CTAs.
+// Building blocks of kernels that process each row of a matrix with part of a warp, with a CTA or
+// with a cluster of CTAs.
 //
-// blockDim.x threads of a CTA share a row: a power of two up to 32, or a multiple of 32. A CTA has
-// blockDim.y rows. The CTAs of a cluster share one row; each has a slice of its columns.
+// blockDim.x threads of a CTA share a row. blockDim.x is a power of two up to 32, or a multiple of
+// 32. A CTA processes blockDim.y rows. The CTAs of a cluster share one row, of which each has a
+// slice of the columns.
 //
-// A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns K
-// vectors: t, t + blockDim.x, and so on. ALIGNED: every row begins at a multiple of 16 bytes and
-// consists of whole vectors. Otherwise the columns before the first and after the last whole vector
-// are edges, and each of the first threads owns one of them. Row r has the same alignment in all
-// tensors of a call. Rows r and r + alignment_period() have the same vectors (rows/plan.h).
+// A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns the K
+// vectors t, t + blockDim.x, and so on. ALIGNED means that every row begins at a multiple of 16
+// bytes and consists of whole vectors. Otherwise, columns before the first and after the last whole
+// vector are single elements (edges), and each of the first threads owns one of them. Row r has the
+// same alignment in all tensors of a call, and in each tensor the same as row r +
+// alignment_period() (rows/plan.h).
 #ifndef EXTENSION_CPP_ROWS_FRAGMENT_CUH
 #define EXTENSION_CPP_ROWS_FRAGMENT_CUH
 
@@ -19,10 +21,10 @@
 
 namespace rows {
 
-constexpr int MAX_CLUSTER = 16;  // CTAs
+constexpr int MAX_CLUSTER = 16;  // CTAs per cluster
 
 template <typename T>
-constexpr int VECTOR = 16 / sizeof(T);  // elements
+constexpr int VECTOR = 16 / sizeof(T);  // elements in a vector
 
 inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
@@ -30,11 +32,12 @@ inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(da
 template <typename T, bool ALIGNED>
 struct RowSlice {
   static constexpr int N = VECTOR<T>;
-  int begin, end;    // all columns; `begin` is aligned, so it may be up to N - 1 before column 0
-  int first, limit;  // whole vectors
-  int heads, tails;  // edges before and after the whole vectors
+  int begin, end;    // all columns; `begin` is aligned, and up to N - 1 before column 0
+  int first, limit;  // the columns of whole vectors
+  int heads, tails;  // number of edges before and after the whole vectors
 
-  // The slice of CTA number `rank`: `slice` columns of the row's whole vectors, and edges.
+  // Computes the slice of CTA `rank`: `slice` columns of whole vectors, and edges at the row's
+  // ends.
   __device__ RowSlice(int cols, int64_t row, int slice, int rank) {
     const int skew = ALIGNED ? 0 : static_cast<int>(row * cols % N);
     const int head = skew > 0 ? min(N - skew, cols) : 0;
@@ -50,14 +53,14 @@ struct RowSlice {
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
 };
 
-// Vector k of a thread's part of a row, or, with SIZE = 1 and k = K, its edge.
+// Names vector k of a thread's part of a row or, with SIZE = 1 and k = K, its edge.
 template <int N>
 struct Part {
   static constexpr int SIZE = N;
   int k;
 };
 
-// A number of type A for each element.
+// One value of type A for each element that a thread owns.
 template <typename A, int K, int N>
 struct RowValues {
   A v[K][N], edge[1];
@@ -65,14 +68,14 @@ struct RowValues {
   __device__ auto &at(Part<1>) { return edge; }
 };
 
-// The columns of one thread.
+// The columns that one thread owns.
 template <typename T, int K, bool ALIGNED>
 struct RowWindow {
   static constexpr int N = VECTOR<T>;
-  int first;  // the column of its first vector
-  int step;   // columns from one of its vectors to the next
-  int left;   // columns from `first` to the end of the slice's vectors
-  int edge;   // the column of its edge; -1: none
+  int first;  // column of the thread's first vector
+  int step;   // distance between two vectors of the thread, in columns
+  int left;   // number of columns from `first` to the end of the slice's vectors
+  int edge;   // column of the thread's edge, or -1 if it has none
 
   __device__ explicit RowWindow(const RowSlice<T, ALIGNED> &slice) {
     const int thread = threadIdx.x, tail = thread - slice.heads;
@@ -87,7 +90,7 @@ struct RowWindow {
   __device__ bool has(int k) const { return k == K || k * step < left; }
   __device__ bool has_edge() const { return !ALIGNED && edge >= 0; }
 
-  // Calls f(part) for K vectors, also those outside the slice, and for the edge.
+  // Calls f(part) for all K vectors, including those outside the slice, and for the edge.
   template <typename F>
   __device__ void for_each(F &&f) const {
 #pragma unroll
@@ -98,14 +101,14 @@ struct RowWindow {
   }
 };
 
-// A thread's part of a row in registers. Vectors outside the slice are zeros.
+// The elements of a row that one thread owns, in registers. Vectors outside the slice are zeros.
 template <typename T, int K, bool ALIGNED>
 struct RowFragment {
   static constexpr int N = VECTOR<T>;
   Vector<T, N> bits[K];
   T edge;
 
-  // Loads from the row that begins at `row`.
+  // Loads the elements. `row` points to the begin of the row.
   __device__ void load(const T *row, const RowWindow<T, K, ALIGNED> &window, uint64_t hint) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -119,8 +122,8 @@ struct RowFragment {
   __device__ void pack(const float (&x)[N], int k) { bits[k] = ::pack<T, N>(x); }
   __device__ void pack(const float (&x)[1], int) { edge = from_acc<T>(x[0]); }
 
-  // Calls f(values, column, k) for each vector k in the slice, and for the edge, if there is one:
-  // an array of one number.
+  // Calls f(values, column, k) for each vector k in the slice. If the thread has an edge, it also
+  // calls f for the edge, with an array of one value.
   template <typename F>
   __device__ void for_each(const RowWindow<T, K, ALIGNED> &window, F &&f) const {
 #pragma unroll
@@ -138,7 +141,7 @@ struct RowFragment {
   }
 };
 
-// Stores values that RowFragment::for_each passed.
+// Stores values that RowFragment::for_each has passed to f.
 template <typename T, int M>
 __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   if constexpr (M == 1) {
@@ -148,13 +151,13 @@ __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   }
 }
 
-// Marks the lines of a CTA's slice of a row evict_normal. The threads that read the slice call it.
+// Marks the L2 lines of a CTA's slice of a row evict_normal. All threads that read it call this.
 template <typename T, bool ALIGNED>
 __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &slice) {
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
 }
 
-// One thread prefetches a CTA's slice of a row into the L2.
+// Prefetches a CTA's slice of a row into the L2. Only thread 0 issues the instruction.
 template <typename T, bool ALIGNED>
 __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &slice,
                                       uint64_t hint) {
@@ -164,17 +167,18 @@ __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &
   prefetch_bulk(reinterpret_cast<const void *>(from / 16 * 16), 16 * vectors, hint);
 }
 
-// The parameters (weights or biases) of N columns, from column c on. There are `cols` parameters,
-// which begin at a multiple of 16 bytes. `data` NULL: every parameter is `missing`.
+// The parameters (weights or biases) of N columns, from column c on. `data` points to `cols`
+// parameters and is aligned to 16 bytes. If `data` is NULL, every parameter is `missing`.
 template <typename W, int N, bool ALIGNED>
 struct ParameterVector {
   static constexpr int WORDS = N * sizeof(W) / 4, VECTORS = WORDS / 4;
-  // If c is not aligned, parameters are loaded in words of 4 bytes. Two vectors (float32 parameters
-  // of a half type) are loaded as the three aligned vectors around them: three loads are faster
-  // than eight.
+  // If c is not aligned, parameters are loaded in words of 4 bytes. Parameters that fill two
+  // vectors (float32 parameters of a half type) are instead loaded as the three aligned vectors
+  // around them, because three loads are faster than eight.
   static constexpr bool HAS_THREE = !ALIGNED && VECTORS == 2;
-  uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];  // begin with the word or vector that holds column c
-  int shift;  // from there to column c, in bits (HAS_THREE: words)
+  // begin with the word or vector that contains column c
+  uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];
+  int shift;  // distance from there to column c, in bits (with HAS_THREE in words)
 
   __device__ void load(const W *data, int c, int cols, bool is_there, float missing) {
     uint32_t fill = 0;
@@ -204,7 +208,7 @@ struct ParameterVector {
         for (int j = 0; j < 3; ++j) words[4 * i + j] = __float_as_uint(data[min(at + j, cols - 1)]);
       }
     } else {
-      // The last element is loaded alone, because a word may extend past the last parameter.
+      // With 16-bit parameters the last one is loaded alone, because a word may exceed the array.
       const int odd = sizeof(W) == 2 ? c & 1 : 0;
       shift = odd * 16;
       const uint32_t *const from = reinterpret_cast<const uint32_t *>(data + (c - odd));
@@ -224,7 +228,7 @@ struct ParameterVector {
       const bool is_shifted = !ALIGNED && sizeof(W) == 2;
       shifted[i] = is_shifted ? __funnelshift_r(words[i], words[i + 1], shift) : words[i];
     }
-    if constexpr (HAS_THREE) {  // shift by two words, then by one
+    if constexpr (HAS_THREE) {  // shifts by two words, then by one
       uint32_t by_two[WORDS + 1];
 #pragma unroll
       for (int i = 0; i <= WORDS; ++i) by_two[i] = shift & 2 ? words[i + 2] : words[i];
@@ -240,20 +244,22 @@ struct ParameterVector {
   }
 };
 
-// The weight or bias of column c; `missing` if there is none.
+// Returns the weight or bias of column c, or `missing` if there is none.
 template <typename W>
 __device__ inline float load_parameter(const void *data, int64_t c, float missing) {
   return data == nullptr ? missing : to_acc(static_cast<const W *>(data)[c]);
 }
 
-// Sums over the threads of a row. The shape of the kernel fixes the order of the additions. SLOTS:
-// how many sums may be in progress at once. SEVERAL: a CTA may have several rows of more than one
-// warp each. Each row then has a named barrier, whose number is computed: nvcc reserves all 16
-// barriers of the CTA, and an SM has barriers for only four such CTAs.
+// Sums over the threads of a row. The shape of the kernel fixes the order of the additions. `turn`
+// counts the sums and picks one of SLOTS slots of shared memory, so up to SLOTS sums may be in
+// progress at once.
+// SEVERAL says that a CTA may have several rows of more than one warp each. Each row then uses its
+// own named barrier. Because its number is computed at run time, nvcc reserves all 16 barriers of
+// the CTA, and an SM has barriers for only four such CTAs.
 template <typename A, int SLOTS, bool SEVERAL = false>
 class RowSum {
  public:
-  static constexpr int MAX_WARPS = 16;  // per CTA, if a row has several
+  static constexpr int MAX_WARPS = 16;  // in a CTA, if a row has several warps
   struct Shared {
     alignas(2 * sizeof(A)) A warps[SLOTS][MAX_WARPS][2];
     float2 ctas[SLOTS][MAX_CLUSTER];
@@ -271,7 +277,7 @@ class RowSum {
     arrive_at_cluster();
   }
 
-  // Waits until the mbarriers of the other CTAs are initialised. Call it before the first exchange.
+  // Waits until the other CTAs have initialised their mbarriers. Call it before the first exchange.
   __device__ void wait_for_others() const {
     if (HAS_CLUSTERS && cluster > 1) wait_for_cluster();
   }
@@ -287,7 +293,8 @@ class RowSum {
     }
   }
 
-  // The maximum over the CTA's threads of the row. Skips NaN, as fmaxf does. Counts as a turn.
+  // Returns the maximum over the CTA's threads of the row. Ignores NaN, as fmaxf does. It needs a
+  // `turn` of its own, like a sum.
   __device__ A max_cta(A v, int turn) const {
     v = group_max(v, min(blockDim.x, 32));
     if (blockDim.x <= 32) return v;
@@ -297,17 +304,17 @@ class RowSum {
     return group_max(part < count ? warps(turn)[part][0] : -INFINITY, MAX_WARPS);
   }
 
-  // Sends `mine` to all CTAs of the cluster. Counts as a turn.
+  // Sends `mine` to all CTAs of the cluster. It needs a `turn` of its own, like a sum.
   __device__ void send_to_all(float2 mine, int turn) const {
     if (!HAS_CLUSTERS) return;
     const int slot = turn % SLOTS;
     if (threadIdx.x == 0) expect_bytes(&shared.arrived[slot], cluster * sizeof(float2));
-    if (threadIdx.x < cluster) {  // thread i of the CTA sends to CTA i
+    if (threadIdx.x < cluster) {  // thread i sends to CTA i
       send(&shared.ctas[slot][rank], &shared.arrived[slot], threadIdx.x, mine);
     }
   }
 
-  // Lane i receives what CTA i % 16 sent in this turn, or zeros if there is no such CTA.
+  // Returns to lane i what CTA i % 16 sent in this turn, or zeros if there is no such CTA.
   __device__ float2 receive(int turn) const {
     float2 part{0, 0};
     if (!HAS_CLUSTERS) return part;
@@ -317,8 +324,8 @@ class RowSum {
     return part;
   }
 
-  // The sum over the cluster in two steps, post and collect, so that other work fits between them.
-  // All threads of the CTA pass a barrier in post().
+  // post() and collect() are the two halves of a sum over the cluster. Other work fits between
+  // them. post() contains a barrier of all threads of the CTA.
   template <int COUNT>
   __device__ void post(A (&v)[COUNT], int turn) const {
     post_warp(v, turn);
@@ -342,7 +349,7 @@ class RowSum {
     return shared.warps[turn % SLOTS] + (SEVERAL ? threadIdx.y * (blockDim.x / 32) : 0);
   }
 
-  // Waits for the row's other warps.
+  // Waits for the other warps of the row.
   __device__ void sync() const {
     if (SEVERAL && blockDim.y > 1) {
       sync_threads(1 + threadIdx.y, blockDim.x);
@@ -351,8 +358,8 @@ class RowSum {
     }
   }
 
-  // Writes this warp's sums to shared memory. If there are two sums, each half of the warp adds up
-  // one of them.
+  // Writes the sums of this warp to shared memory. If there are two sums, each half of the warp
+  // adds up one of them.
   template <int COUNT>
   __device__ void post_warp(A (&v)[COUNT], int turn) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -385,13 +392,13 @@ class RowSum {
   }
 };
 
-// What a kernel that holds rows in registers opens with: the row of this thread, its part of the
-// row, and the sums over the row. Lanes without a row still take part in the warp's sums.
+// The common start of kernels that hold rows in registers: the row of this thread, the elements
+// that it owns, and the sums over the row. Threads without a row still take part in the sums.
 template <typename T, int K, bool ALIGNED>
 struct RowOpening {
   using Sum = RowSum<float, 4>;
   using Shared = typename Sum::Shared;
-  const int rank;  // of this CTA in the row's cluster
+  const int rank;  // number of this CTA in the cluster of its row
   const int64_t row;
   const bool is_row;
   const Sum sum;

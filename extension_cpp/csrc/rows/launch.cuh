@@ -1,5 +1,5 @@
-// Launches of kernels that hold rows in registers: the properties of the device, what a kernel gets
-// of its plan (rows/plan.h), and the launch itself.
+// Launches of kernels that hold rows in registers: the properties of the device, the parameters
+// that a kernel gets from its plan (rows/plan.h), and the launch itself.
 #ifndef EXTENSION_CPP_ROWS_LAUNCH_CUH
 #define EXTENSION_CPP_ROWS_LAUNCH_CUH
 
@@ -10,7 +10,7 @@
 
 namespace rows {
 
-// What a kernel with a plan gets besides its arguments.
+// The parameters that a kernel with a plan gets in addition to its own arguments.
 struct Geometry : Plan {
   int64_t rows;
   int cols;
@@ -18,13 +18,13 @@ struct Geometry : Plan {
   uint64_t hint;  // the cache hint of loads (common/cuda/cache.cuh)
 };
 
-// Registers per thread of a kernel that holds a row. They limit the threads of an SM, and so its
-// bytes in flight.
+// Returns the registers per thread of a kernel that holds a row. They limit the number of threads
+// on an SM, and so the bytes that the SM keeps in flight.
 constexpr int row_registers(int vectors, bool is_aligned) {
   return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
 }
 
-// The properties of the current device.
+// Returns the properties of the current device.
 cudaError_t current_device(Device &device);
 
 inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
@@ -33,9 +33,9 @@ inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
   return {plan, rows, static_cast<int>(cols), 1 / static_cast<float>(cols), hint};
 }
 
-// Picks the plan of the rows of a softmax or a loss: a forward shape of the table. `reads_two`: the
-// kernel reads two tensors. `is_congruent`: inner = 1, and row r has the same alignment in all
-// tensors.
+// Picks the plan for the rows of a softmax or a loss, among the forward shapes of the table.
+// `reads_two` says that the kernel reads two tensors. `is_congruent` says that inner = 1 and that
+// row r has the same alignment in all tensors.
 inline cudaError_t plan_rows(Plan &plan, dtype_t dtype, int64_t rows, int64_t cols, bool reads_two,
                              bool is_congruent) {
   Device device;
@@ -50,8 +50,8 @@ inline cudaError_t plan_rows(Plan &plan, dtype_t dtype, int64_t rows, int64_t co
   return error;
 }
 
-// Calls f(vectors, aligned) with the values of a forward plan as constants: there are kernels for
-// these alone.
+// Calls f(vectors, aligned) with the values of a forward plan as constants. No other values have
+// kernels.
 template <typename F>
 cudaError_t with_row_shape(const Plan &plan, F &&f) {
   if (!plan.is_aligned) return f(std::integral_constant<int, 4>{}, std::false_type{});
@@ -63,7 +63,7 @@ cudaError_t with_row_shape(const Plan &plan, F &&f) {
   }
 }
 
-// A launch with at most one attribute.
+// A launch configuration with at most one attribute.
 struct LaunchConfig : cudaLaunchConfig_t {
   cudaLaunchAttribute attribute{};
 
@@ -74,8 +74,9 @@ struct LaunchConfig : cudaLaunchConfig_t {
     attrs = &attribute;
   }
 
-  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them: the same for
-  // all launches, because the limits are the kernel's, and another thread could lower them.
+  // Sets the cluster size and the dynamic shared memory, and allows `kernel` to use them. The
+  // limits belong to the kernel and not to a launch. They are the same for all launches, because
+  // otherwise another thread could lower them in between.
   cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
     dynamicSmemBytes = shared_bytes;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -91,7 +92,7 @@ struct LaunchConfig : cudaLaunchConfig_t {
   }
 };
 
-// Not a template, so that the host code is compiled once instead of once per kernel.
+// This is no template, so that the host code is compiled once instead of once per kernel.
 inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
                           cudaStream_t stream) {
   LaunchConfig config(plan.ctas, dim3(plan.threads, plan.rows_per_cta), stream);
@@ -101,7 +102,7 @@ inline cudaError_t launch(const void *kernel, const void *params, const Plan &pl
   return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, parameters) : error;
 }
 
-// Every kernel has one parameter, a struct.
+// Launches a kernel, whose only parameter is a struct.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), const Params &params, const Plan &plan,
                    cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Plan queries, which `python -m extension_cpp info --plan` and the tests make through ctypes.
+// Queries of plans, which `python -m extension_cpp info --plan` and the tests make through ctypes.
 #include "rows/plan.h"
 
 #include <cstdio>
@@ -11,8 +11,8 @@ EXPORTED void extension_cpp_norm_allow(uint64_t shapes) { rows::allowed_shapes =
 
 EXPORTED int extension_cpp_norm_plan_shapes() { return rows::SHAPE_COUNT; }
 
-// The plan on an H100 (SXM) for contiguous tensors, all gradients and no dropout of x, as words
-// "name=value". The string is valid until the thread's next call.
+// Returns the plan on an H100 (SXM) for contiguous tensors, with all gradients and no dropout of x,
+// as text "name=value name=value ...". The string is valid until the thread's next call.
 EXPORTED const char *extension_cpp_norm_plan(rows::Form form, dtype_t dtype, int is_backward,
                                              int64_t rows, int64_t cols) {
   using namespace rows;

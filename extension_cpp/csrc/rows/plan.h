@@ -1,12 +1,12 @@
-// Selects the GPU kernel for the rows of a norm, a softmax or a loss, and its shape: a table of
-// shapes, and a pure function that picks a row of the table. Host-only C++: the launchers include
-// it, `python -m extension_cpp info --plan` prints a norm's plan, and tests/c/plan.cpp checks that
-// every row is reached. benchmarks/norm_plans.py measures the shapes and thresholds; limits on
-// registers are beside the kernels. Softmax and the losses use the forward shapes alone
-// (plan_rows() in rows/launch.cuh).
+// Selects the GPU kernel and its shape for the rows of a norm, a softmax or a loss. It consists of
+// a table of shapes and a pure function that picks a row of the table. This is host-only C++: the
+// launchers include it, `python -m extension_cpp info --plan` prints a norm's plan, and
+// tests/c/plan.cpp checks that every row of the table is reached. benchmarks/norm_plans.py measures
+// the shapes and thresholds. The limits on registers are defined beside the kernels. Softmax and
+// the losses use only the forward shapes (plan_rows() in rows/launch.cuh).
 //
 // The kernel and shape of a forward plan depend on the width, the types and the alignment of the
-// rows, never on their number, so a row's result has the same bits in every batch.
+// rows, and never on their number. A row's result therefore has the same bits in every batch.
 #ifndef EXTENSION_CPP_ROWS_PLAN_H
 #define EXTENSION_CPP_ROWS_PLAN_H
 
@@ -21,11 +21,11 @@
 namespace rows {
 
 enum class Kernel {
-  ROW,         // forward: part of a warp, a CTA or a cluster holds a row in registers
-  PERSISTENT,  // backward: CTAs loop over rows and load them into registers
-  PIPELINE,    // backward of wide rows: clusters loop over rows in stages of shared memory
-  SPLIT,       // backward of few rows: some CTAs take rows, others columns; of grad_x alone: rows
-  GENERIC,     // the fallback: float64, tensors of different alignment, rows too wide for a cluster
+  ROW,         // forward: part of a warp, a CTA or a cluster holds one row in registers
+  PERSISTENT,  // backward: each CTA loops over rows and loads them into registers
+  PIPELINE,    // backward of wide rows: each cluster loops over rows in stages of shared memory
+  SPLIT,       // backward of few rows, by row CTAs and column CTAs; or of grad_x alone
+  GENERIC,     // fallback for float64, differently aligned tensors and rows too wide for a cluster
 };
 
 inline const char *name_of(Kernel kernel) {
@@ -36,9 +36,11 @@ inline const char *name_of(Kernel kernel) {
 // L2 eviction hints (common/cuda/cache.cuh).
 enum class Hint { NONE, FIRST, LAST };
 
-// The operation that is fused with the norm. RESIDUAL: forward's prologue is x = residual +
-// dropout(x), backward's epilogue grad_x += grad_sum, grad_dropped = dropout(grad_x). DROPOUT_OF_Y:
-// forward's epilogue is y = dropout(y), backward's prologue grad_out = dropout(grad_out).
+// The operation that is fused with the norm.
+//   RESIDUAL      forward begins with x = residual + dropout(x)
+//                 backward ends with grad_x += grad_sum, grad_dropped = dropout(grad_x)
+//   DROPOUT_OF_Y  forward ends with y = dropout(y)
+//                 backward begins with grad_out = dropout(grad_out)
 enum class Form { PLAIN, RESIDUAL, DROPOUT_OF_Y };
 
 struct Problem {
@@ -46,53 +48,55 @@ struct Problem {
   Form form;
   dtype_t dtype;
   int64_t rows, cols;
-  // Row r has the same offset from a multiple of 16 bytes in all tensors. Row 0 and the weights
-  // have offset 0. This holds for contiguous tensors from PyTorch's allocator.
+  // True if row r has the same offset from a multiple of 16 bytes in all tensors, and the offset is
+  // 0 for row 0 and for the weights. This holds for contiguous tensors from PyTorch's allocator.
   bool is_congruent;
-  bool wants_x, wants_parameters;  // backward: the gradients to compute
-  bool drops_x = false;            // backward with a residual: grad_dropped, too
+  bool wants_x, wants_parameters;  // backward: which gradients to compute
+  bool drops_x = false;            // backward with a residual: also compute grad_dropped
 };
 
 struct Device {
   int sms;
-  int64_t l2_bytes;  // on Hopper, where eviction hints help; else 0
+  int64_t l2_bytes;  // the L2's size on Hopper; 0 on others, where eviction hints do not help
   int clusters[5];   // [i]: clusters of 2^i CTAs that run at once, one CTA per SM; 0 before sm_90
-  uint64_t shapes;   // bit i: row i of the table may be picked
-  // False for code that the driver compiled from an older architecture's PTX: it uses no clusters.
+  uint64_t shapes;   // bit i is set if row i of the table may be picked
+  // False if the driver compiled the code from an older architecture's PTX, which has no clusters.
   bool has_sm_90_code;
 };
 
-// For benchmarks/norm_plans.py, which times one shape beside another (plan.cpp).
+// Bit i is set if row i of the table may be picked. benchmarks/norm_plans.py clears bits to time
+// one shape against another (plan.cpp).
 extern std::atomic<uint64_t> allowed_shapes;
 
 struct Plan {
   Kernel kernel;
-  int shape;        // row of the table; -1: the generic kernel
-  bool is_aligned;  // every row consists of whole 16-byte vectors
-  int vectors;      // 16-byte vectors per thread
-  int threads;      // per row and CTA
+  int shape;        // row of the table, or -1 for the generic kernel
+  bool is_aligned;  // whether every row consists of whole 16-byte vectors
+  int vectors;      // number of 16-byte vectors per thread
+  int threads;      // threads of a CTA per row
   int rows_per_cta;
-  int cluster;  // CTAs that share a row
-  int slice;    // columns of a row per CTA
+  int cluster;  // number of CTAs that share a row
+  int slice;    // columns of a row per CTA of the cluster
   int64_t ctas;
-  int64_t groups;        // PERSISTENT, PIPELINE: rows processed at once
-  int stages;            // PIPELINE: rows in shared memory
-  int stage_vectors;     // PIPELINE: vectors per tensor and stage
-  int shared_bytes;      // dynamic shared memory per CTA
-  int column_ctas;       // SPLIT: CTAs that sum columns
-  int ahead;             // forward: rows from a row to the one to prefetch into the L2; 0: none
-  bool has_prefetch;     // PERSISTENT: prefetches rows into the L2 before their loads
-  Hint priority;         // how long the L2 keeps the lines that are read
-  int parts;             // backward: partial rows of the parameters' gradients
-  int64_t release_from;  // ROW: the first row whose L2 lines become evict_normal; rows: none
+  int64_t groups;     // PERSISTENT, PIPELINE: rows that are processed at once
+  int stages;         // PIPELINE: rows that fit into shared memory
+  int stage_vectors;  // PIPELINE: vectors of each tensor in a stage
+  int shared_bytes;   // dynamic shared memory per CTA, in bytes
+  int column_ctas;    // SPLIT: number of CTAs that sum columns
+  int ahead;          // forward: the distance of L2 prefetches, in rows; 0 means none
+  bool has_prefetch;  // PERSISTENT: whether rows are prefetched into the L2 before their loads
+  Hint priority;      // how long the L2 keeps the lines that the kernel reads
+  int parts;          // backward: number of partial rows of the parameters' gradients
+  // ROW: first row whose L2 lines are marked evict_normal; equal to the number of rows if none
+  int64_t release_from;
 };
 
 // ---- the table ----
 
-// A thread holds `vectors` vectors of a half type, or `float_vectors` of float32. A row has `least`
-// to `most` threads per CTA: a power of two up to 32, else the multiple of 32 that leaves the
-// fewest idle. A CTA has as many rows as fit into `cta` threads, at least one. In forward a row of
-// several warps has its own CTA.
+// A shape. A thread holds `vectors` vectors of a half type, or `float_vectors` of float32. Each CTA
+// has `least` to `most` threads per row. Their number is a power of two up to 32, and above 32 the
+// multiple of 32 that leaves the fewest idle. A CTA processes as many rows as fit into `cta`
+// threads, at least one. In forward, a row of several warps has its own CTA.
 struct Shape {
   Kernel kernel;
   int vectors, float_vectors;
@@ -102,20 +106,20 @@ struct Shape {
 };
 
 constexpr Shape SHAPES[] = {
-    // Forward: 3 or 4 vectors per thread keep 32 to 64 KB per SM in flight.
+    // Forward. 3 or 4 vectors per thread keep 32 to 64 KB per SM in flight.
     {Kernel::ROW, 3, 3, 4, 512, 128, 1},
     {Kernel::ROW, 4, 4, 4, 512, 128, 1},
-    // A cluster per row. 8 vectors per thread, so that half as many CTAs exchange sums as with 4.
+    // Forward with a cluster per row. With 8 vectors per thread, half as many CTAs exchange sums.
     {Kernel::ROW, 8, 8, 64, 128, 0, 4},
     {Kernel::ROW, 8, 8, 64, 256, 0, 8},
     {Kernel::ROW, 8, 8, 64, 256, 0, 16},
-    // A cluster per row with a residual, or per unaligned row: 4 vectors, because these need more
-    // registers.
+    // Forward with a cluster per row, for rows with a residual and for unaligned rows. These
+    // kernels need more registers, so a thread holds only 4 vectors.
     {Kernel::ROW, 4, 4, 64, 256, 0, 4},
     {Kernel::ROW, 4, 4, 64, 256, 0, 8},
     {Kernel::ROW, 4, 4, 64, 512, 0, 16},
-    // Backward: 16 elements per thread. Their column sums, their weights and the current row take
-    // so many registers that an SM holds only 512 threads.
+    // Backward with 16 elements per thread. Their column sums, their weights and the current row
+    // take so many registers that an SM holds only 512 threads.
     {Kernel::PERSISTENT, 2, 4, 4, 512, 512, 1},
     {Kernel::PIPELINE, 2, 4, 64, 512, 0, 2},
     {Kernel::PIPELINE, 2, 4, 64, 512, 0, 4},
@@ -125,30 +129,31 @@ constexpr Shape SHAPES[] = {
 };
 constexpr int SHAPE_COUNT = sizeof SHAPES / sizeof SHAPES[0];
 
-// The most threads of a persistent CTA. float32, a residual, dropout and unaligned rows each need
-// more registers; the pairs below leave registers for only 384 threads.
+// Returns the largest number of threads of a persistent CTA. float32, a residual, dropout and
+// unaligned rows each need more registers. The pairs below leave registers for only 384 threads.
 constexpr int most_persistent_threads(bool is_float32, Form form, bool is_aligned) {
   const bool is_crowded = is_float32 + (form == Form::RESIDUAL) + !is_aligned > 1 ||
                           (form == Form::DROPOUT_OF_Y && !is_aligned);
   return is_crowded ? 384 : 512;
 }
 
-// The most rows that a thread adds up in float32 (generic_parts(), row_units()).
+// The largest number of rows that a thread adds up in float32 (generic_parts(), row_units()).
 constexpr int64_t MOST_ROWS = 4096;
-constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;  // threads of a CTA of generic_columns_kernel
-// Forward prefetches into the L2 at a distance of 1 / AHEAD_PARTS of the L2's size. At twice that
-// distance, lines are evicted before they are read. Rows shorter than AHEAD_ROW_BYTES gain nothing.
+constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;  // threads in a CTA of generic_columns_kernel
+// Forward prefetches rows into the L2 at a distance of 1 / AHEAD_PARTS of the L2's size. At twice
+// that distance, lines would be evicted before they are read. Rows of fewer than AHEAD_ROW_BYTES
+// bytes gain nothing from the prefetch.
 constexpr int64_t AHEAD_PARTS = 12, AHEAD_ROW_BYTES = 20 << 10;
-constexpr int64_t FEW_BYTES = 8 << 20;  // bytes of x: larger tensors are faster with two kernels
-constexpr int64_t FEW_ROW_BYTES = 16 << 10;   // bytes: longer rows leave column CTAs too few rows
+constexpr int64_t FEW_BYTES = 8 << 20;        // for a larger x two kernels are faster than SPLIT
+constexpr int64_t FEW_ROW_BYTES = 16 << 10;   // longer rows leave too few rows per column CTA
 constexpr int64_t FEW_ROWS = 1536;            // with more rows, column CTAs take too long
-constexpr int COLUMN_VECTORS = 4;             // width of a column CTA of the split kernel
-constexpr int64_t PIPELINE_BYTES = 52 << 10;  // in flight per SM: more bytes slow writes down
-constexpr int64_t SHARED_BYTES = 216 << 10;   // the most bytes of stages per CTA
+constexpr int COLUMN_VECTORS = 4;             // vectors per row that a column CTA of SPLIT reads
+constexpr int64_t PIPELINE_BYTES = 52 << 10;  // in flight per SM; more slow down writes
+constexpr int64_t SHARED_BYTES = 216 << 10;   // the most bytes of stages in a CTA
 constexpr int64_t MAX_STAGES = 8;
-constexpr int64_t MEDIUM_BYTES = 32 << 20;     // bytes of x: see hint_backward()
-constexpr int64_t FLIGHT_BYTES = 32 << 10;     // that the loads of an SM should keep in flight
-constexpr int64_t WIDE_ROW_BYTES = 128 << 10;  // bytes: evict_last slows down longer rows
+constexpr int64_t MEDIUM_BYTES = 32 << 20;     // size of x; see hint_backward()
+constexpr int64_t FLIGHT_BYTES = 32 << 10;     // bytes that an SM should keep in flight
+constexpr int64_t WIDE_ROW_BYTES = 128 << 10;  // evict_last slows down longer rows
 
 // ---- picking ----
 
@@ -156,7 +161,7 @@ inline int vector_elements(dtype_t dtype) { return dtype == DTYPE_FLOAT32 ? 4 : 
 inline int log_of(int cluster) { return cluster == 1 ? 0 : 1 + log_of(cluster / 2); }
 inline int64_t row_bytes(const Problem &p) { return p.cols * (16 / vector_elements(p.dtype)); }
 
-// The number of rows after which the offset from a multiple of 16 bytes repeats.
+// Returns the number of rows after which the offset from a multiple of 16 bytes repeats.
 inline int64_t alignment_period(const Problem &p) {
   const int64_t vector = vector_elements(p.dtype);
   int64_t period = vector;
@@ -164,19 +169,21 @@ inline int64_t alignment_period(const Problem &p) {
   return period;
 }
 
-// Fills in the fields that the shape determines. Returns false if the row does not fit the shape or
-// the device cannot run its clusters.
+// Sets the fields of `plan` that the shape determines. Returns false if the row does not fit the
+// shape, or if the device cannot run its clusters.
 inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   const Shape &shape = SHAPES[index];
   if (shape.cluster > 1 && device.clusters[log_of(shape.cluster)] == 0) return false;
   const int vector = vector_elements(p.dtype);
   const bool is_aligned = p.cols % vector == 0;
   if (shape.kernel == Kernel::ROW) {
-    // Unaligned rows have kernels with 4 vectors alone, which halves their number.
+    // Unaligned rows only have kernels with 4 vectors, which halves the number of their kernels.
     const bool needs_four = !is_aligned || (p.form == Form::RESIDUAL && shape.cluster > 1);
     if (needs_four ? shape.vectors != 4 : shape.cluster > 1 && shape.vectors == 4) return false;
   } else if (shape.kernel != Kernel::PERSISTENT && !is_aligned) {
-    return false;  // models have no norms of such widths: the pipeline and SPLIT have no kernels
+    // Models have no norms of unaligned widths, so the pipeline and the split kernel do not support
+    // them.
+    return false;
   }
   // Slices begin at multiples of 32 vectors, so that a warp reads whole cache lines.
   const int64_t all = std::max<int64_t>(p.cols / vector, 1);
@@ -187,7 +194,7 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   plan.is_aligned = is_aligned;
   plan.vectors = p.dtype == DTYPE_FLOAT32 ? shape.float_vectors : shape.vectors;
   plan.cluster = shape.cluster;
-  const int64_t edges = is_aligned ? 0 : 2 * (vector - 1);  // one per thread
+  const int64_t edges = is_aligned ? 0 : 2 * (vector - 1);  // a thread owns at most one edge
   const int64_t wanted = std::max(ceil_div(mine, plan.vectors), edges);
   int64_t threads = shape.least;
   while (threads < wanted && threads <= shape.most) threads += std::min<int64_t>(threads, 32);
@@ -205,8 +212,8 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   return true;
 }
 
-// Picks from the kernel's shapes that fit: the smallest cluster, then the least capacity (threads *
-// vectors), then the most vectors per thread. Returns false if none fits.
+// Picks one of the kernel's shapes that fit. It prefers the smallest cluster, then the least
+// capacity (threads * vectors), then the most vectors per thread. Returns false if none fits.
 inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device &device) {
   const auto cost = [](const Plan &plan) {
     return std::tuple(plan.cluster, plan.threads * plan.vectors, -plan.vectors);
@@ -222,16 +229,16 @@ inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device
   return is_found;
 }
 
-// Chooses evict_last for reading `tensors` tensors. Their last lines, half the L2 in total, become
-// evict_normal again.
+// Chooses evict_last for the tensors that the kernel reads; `tensors` is their number. The lines
+// read last, half the L2 in total, are marked evict_normal again.
 inline void hint_last(Plan &plan, const Problem &p, const Device &device, int tensors) {
   const int64_t rows = ceil_div(device.l2_bytes / 2, tensors * row_bytes(p));
   plan.priority = Hint::LAST;
   plan.release_from = std::max<int64_t>(0, p.rows - rows);
 }
 
-// The number of partial rows of the fallback: a few CTAs per SM, if there are enough rows. More if
-// a thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
+// Returns the number of partial rows of the fallback kernel: a few CTAs per SM, if there are enough
+// rows. It is larger if a thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
 inline int64_t generic_parts(const Problem &p, const Device &device) {
   const int64_t tiles = ceil_div(p.cols, COLUMNS_X);
   const int64_t usual = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
@@ -260,7 +267,7 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   Plan plan{};
   if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p, device);
   plan.ctas = ceil_div(p.rows, plan.rows_per_cta) * plan.cluster;
-  // With a single input, a CTA that waits for its sums has too few bytes in flight.
+  // If only one tensor is read, a CTA that waits for its sums has too few bytes in flight.
   if (p.form != Form::RESIDUAL && row_bytes(p) >= AHEAD_ROW_BYTES) {
     plan.ahead = static_cast<int>(device.l2_bytes / AHEAD_PARTS / row_bytes(p));
   }
@@ -270,17 +277,17 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   return plan;
 }
 
-// The number of CTAs or clusters of a persistent kernel, each with `unit` groups of threads: a
-// multiple of `most`, the number that runs at once. No group adds more than MOST_ROWS rows.
+// Returns the number of CTAs or clusters of a persistent kernel, each with `unit` rows at once. It
+// is a multiple of `most`, the number that run at once. No thread adds more than MOST_ROWS rows.
 inline int64_t row_units(const Problem &p, int64_t unit, int64_t most) {
   return most * ceil_div(p.rows, most * unit * MOST_ROWS);
 }
 
-// The number of persistent CTAs. Group g processes the rows g, g + groups, ..., so `groups` is a
-// multiple of the alignment period: all rows of a group have the same alignment.
+// Returns the number of persistent CTAs. Group g processes the rows g, g + groups, and so on.
+// `groups` is a multiple of the alignment period, so all rows of a group have the same alignment.
 inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
   const int64_t enough = ceil_div(p.rows, unit);
-  if (enough <= most) return enough;  // at most one row per group
+  if (enough <= most) return enough;  // each group has at most one row
   int64_t step = alignment_period(p);
   for (int64_t rest = unit; step > 1 && rest % 2 == 0; rest /= 2) step /= 2;
   return row_units(p, unit, std::max(most / step * step, step));
@@ -288,8 +295,8 @@ inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
 
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   if (!pick_shape(plan, Kernel::PIPELINE, p, device)) return false;
-  // A stage holds a row of x and one of grad_out. Both keep their offset from a multiple of 128
-  // bytes in global memory, because bulk copies are slower otherwise.
+  // A stage holds one row of x and one of grad_out. Both keep the offset from a multiple of 128
+  // bytes that they have in global memory, because bulk copies are slower otherwise.
   plan.stage_vectors = static_cast<int>(ceil_div(plan.slice / vector_elements(p.dtype) + 9, 8) * 8);
   const int64_t stage = 2 * 16 * static_cast<int64_t>(plan.stage_vectors);
   plan.stages = static_cast<int>(std::min(
@@ -300,7 +307,7 @@ inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   return true;
 }
 
-// The split kernel processes few rows, or any number of rows if only grad_x is computed.
+// Picks the split kernel for few rows, or for any number of rows if only grad_x is computed.
 inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
   const bool is_few =
       p.rows <= FEW_ROWS && p.rows * row_bytes(p) <= FEW_BYTES && row_bytes(p) <= FEW_ROW_BYTES;
@@ -311,10 +318,10 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
   return true;
 }
 
-// Reads medium tensors with evict_first, so that grad_x stays in the L2 for the next kernel, and
-// large tensors with evict_last, so that they outlast the lines that are written. float32 needs
-// fewer instructions per byte, so that evict_last also helps smaller tensors. float32 pipelines
-// that write two tensors read with evict_first.
+// Chooses the eviction hint of backward. Medium tensors are read with evict_first, so that grad_x
+// stays in the L2 for the next kernel. Large tensors are read with evict_last, so that they outlast
+// the lines that are written. For float32, evict_last also helps smaller tensors, because float32
+// needs fewer instructions per byte. float32 pipelines that write two tensors use evict_first.
 inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const int64_t bytes = p.rows * row_bytes(p);
   const bool is_float = p.dtype == DTYPE_FLOAT32;
@@ -335,7 +342,8 @@ inline Plan backward_plan(const Problem &p, const Device &device) {
   if (pick_shape(plan, Kernel::PERSISTENT, p, device)) {
     plan.ctas = persistent_ctas(p, plan.rows_per_cta, device.sms);
     plan.groups = plan.ctas * plan.rows_per_cta;
-    // With a residual, registers hold no row of grad_sum ahead. Dropout computes for longer.
+    // With a residual, the next row of grad_sum is not loaded ahead into registers, so a prefetch
+    // helps. With dropout the computation is long enough to hide the loads.
     plan.has_prefetch = 2 * plan.rows_per_cta * row_bytes(p) < FLIGHT_BYTES ||
                         (p.form == Form::RESIDUAL && !p.drops_x && p.dtype != DTYPE_FLOAT32);
   } else if (!pick_pipeline(plan, p, device)) {

@@ -1,9 +1,10 @@
-// Shared by softmax and the losses on the GPU: everything but rows in registers, that is other
-// dimensions than the last, float64, unaligned tensors and rows too wide for a cluster.
+// Softmax and the losses on the GPU for rows that are not held in registers: dimensions other than
+// the last, float64, unaligned tensors, and rows too wide for a cluster.
 //
-// Inner elements that lie side by side are processed in strips. A cluster of CTAs has a strip, and
-// each CTA an equal part of the strip's columns. Threads of the same threadIdx.x have the same N
-// neighbouring inner elements, and threadIdx.y counts the columns that they read at once.
+// A strip consists of neighbouring inner elements with all their columns. A cluster of CTAs
+// processes a strip, and each CTA an equal part of its columns. Threads with the same threadIdx.x
+// have the same N neighbouring inner elements. Threads with different threadIdx.y read different
+// columns of them at the same time.
 #ifndef EXTENSION_CPP_ROWS_STRIPS_CUH
 #define EXTENSION_CPP_ROWS_STRIPS_CUH
 
@@ -14,14 +15,14 @@
 namespace rows {
 
 constexpr int STRIP_THREADS = 256;
-// Per SM, which limits the registers per thread: to 80, and in backward to 128.
+// CTAs per SM. They limit the registers per thread to 80, and to 128 in backward.
 constexpr int STRIP_CTAS = 3, STRIP_BACKWARD_CTAS = 2;
-constexpr int STRIP_COLUMNS = 4;  // that a thread loads at once
+constexpr int STRIP_COLUMNS = 4;  // columns that a thread loads at once
 
 struct StripShape {
   dim3 threads;
   int cluster;
-  int64_t strips;  // per outer index
+  int64_t strips;  // number of strips per outer index
 };
 
 template <typename Args>
@@ -31,11 +32,11 @@ struct StripParams : Args {
 
 // ---- in kernels ----
 
-// The part of a strip that a thread has.
+// The part of a strip that a thread processes.
 struct Strip {
-  int64_t outer, i;    // indices of the first of the thread's elements
-  int64_t begin, end;  // the CTA's columns; none if the thread has no elements
-  bool is_there;       // whether it has
+  int64_t outer, i;    // outer and inner index of the thread's first element
+  int64_t begin, end;  // the CTA's columns; an empty range if the thread has no elements
+  bool is_there;       // whether the thread has elements
 
   __device__ Strip(int64_t strip, const StripShape &shape, int64_t cols, int64_t inner, int n)
       : outer(strip / shape.strips), i((strip % shape.strips * blockDim.x + threadIdx.x) * n) {
@@ -45,13 +46,14 @@ struct Strip {
     end = is_there ? min(begin + part, cols) : begin;
   }
 
-  // Calls f(c) with the first of the columns c, c + blockDim.y, ... that the thread loads at once.
+  // Calls f(c) for each group of columns c, c + blockDim.y, ... that the thread loads at once.
   template <typename F>
   __device__ void for_columns(F &&f) const {
     for (int64_t c = begin + threadIdx.y; c < end; c += STRIP_COLUMNS * blockDim.y) f(c);
   }
 
-  // In reverse order, for a second pass: what was read last is in the caches.
+  // Does the same in reverse order, for a second pass: the columns read last are still in the
+  // caches.
   template <typename F>
   __device__ void for_columns_backward(F &&f) const {
     const int64_t step = STRIP_COLUMNS * blockDim.y, first = begin + threadIdx.y;
@@ -62,7 +64,8 @@ struct Strip {
   __device__ bool has(int64_t c, int u) const { return c + u * blockDim.y < end; }
 };
 
-// Loads N elements of each of the columns c, c + blockDim.y, ... `data` points at column 0.
+// Loads N elements of each of the columns c, c + blockDim.y, ... `data` points to column 0. Values
+// of columns outside the CTA's part are `missing`.
 template <typename T, int N>
 __device__ inline void load_columns(acc_t<T> (&values)[STRIP_COLUMNS][N], const T *data,
                                     const Strip &strip, int64_t c, int64_t inner,
@@ -82,15 +85,15 @@ __device__ inline void load_columns(acc_t<T> (&values)[STRIP_COLUMNS][N], const 
   }
 }
 
-// The sum over a strip's columns.
+// A sum over the columns of a strip.
 template <typename A>
 struct PlainSum {
   A sum = 0;
   __device__ void join(const PlainSum &other) { sum += other.sum; }
 };
 
-// Joins what the threads of a strip have of each inner element. The order depends on the shape of
-// the launch alone, so that every run gives the same bits.
+// Joins the partial results that the threads of a strip have for each inner element. The order
+// depends only on the shape of the launch, so that every run gives the same bits.
 template <typename V, int N>
 class StripJoin {
  public:
@@ -101,11 +104,11 @@ class StripJoin {
 
   __device__ StripJoin(Shared &shared, int cluster) : shared(shared), cluster(cluster) {}
 
-  // All threads of the cluster call it.
+  // Replaces `own` by the result over all columns. All threads of the cluster must call it.
   __device__ void join(V (&own)[N]) const {
     join_threads(own, blockDim.y);
     if (HAS_CLUSTERS && cluster > 1) {
-      sync_cluster();  // after the other CTAs' reads of the previous call
+      sync_cluster();  // the other CTAs have read the previous call's values
       if (threadIdx.y < cluster) {
         const int slot = cluster_rank() * blockDim.x + threadIdx.x;
         for (int j = 0; j < N; ++j) send_to(threadIdx.y, &shared.ctas[j][slot], own[j]);
@@ -127,9 +130,10 @@ class StripJoin {
   }
   __device__ static int thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-  // Joins the first `count` of the threads that have the same elements. All threads get the result.
+  // Joins the values of the first `count` threads with the same inner elements. All threads get the
+  // result.
   __device__ void join_threads(V (&own)[N], int count) const {
-    __syncthreads();  // after all reads of the previous call
+    __syncthreads();  // all reads of the previous call are done
     if (threadIdx.y < count) {
       for (int j = 0; j < N; ++j) at(shared.threads, j, thread()) = own[j];
     }
@@ -148,13 +152,13 @@ class StripJoin {
 
 // ---- on the host ----
 
-// The shape depends neither on outer nor, beyond a strip's width, on inner: these are other rows,
-// and the bits of a row may not depend on them.
+// Returns the shape of a launch. It does not depend on outer, and on inner only up to the width of
+// a strip, because the bits of a row must not depend on the number of other rows.
 inline StripShape strip_shape(int64_t cols, int64_t inner, int64_t vector_bytes, int n,
                               bool has_clusters) {
   constexpr int64_t LINE = 128, SHARE = 32 << 10;  // bytes
   const int64_t lanes = ceil_div(inner, n);
-  // The columns that x lanes process, with those that are past the end.
+  // Returns the number of columns, rounded up to what x lanes process at once.
   const auto padded = [&](int x) {
     const int64_t at_once = STRIP_THREADS / x * STRIP_COLUMNS;
     return ceil_div(cols, at_once) * at_once;
@@ -164,7 +168,7 @@ inline StripShape strip_shape(int64_t cols, int64_t inner, int64_t vector_bytes,
          (x * vector_bytes < LINE || 5 * padded(2 * x) <= 4 * padded(x))) {
     x *= 2;
   }
-  // A CTA of a cluster has at least SHARE bytes, which take longer than the cluster's barriers.
+  // A CTA of a cluster reads at least SHARE bytes, which takes longer than the cluster's barriers.
   const int y = STRIP_THREADS / x;
   int cluster = 1;
   while (has_clusters && 2 * cluster <= std::min(y, 8) &&
@@ -174,7 +178,7 @@ inline StripShape strip_shape(int64_t cols, int64_t inner, int64_t vector_bytes,
   return {dim3(x, y), cluster, ceil_div(lanes, int64_t{x})};
 }
 
-// Calls f(N) with the number of elements that a thread loads at once, as a constant.
+// Calls f(N) with a constant N, the number of elements that a thread loads at once.
 template <typename T, typename F>
 cudaError_t with_strip_vector(bool is_aligned, int64_t inner, F &&f) {
   if constexpr (!std::is_same_v<T, double>) {

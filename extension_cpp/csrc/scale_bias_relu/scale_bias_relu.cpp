@@ -1,5 +1,4 @@
-// scale_bias_relu: schemas, checks, allocation and registration. scale_bias_relu.h has the kernels'
-// contract.
+// scale_bias_relu: schemas, checks, allocation and registration. Formulas: scale_bias_relu.h.
 #include "scale_bias_relu/scale_bias_relu.h"
 
 #include "common/shim/bias.h"

@@ -1,7 +1,6 @@
-/* scale_bias_relu on the CPU. Forward is flat over the elements, so that threads share one wide row
- * as well as many narrow ones. Backward takes a tile of columns and a part of the rows at a time,
- * in one pass: the tile's bias and running sums stay in the first-level cache. The arithmetic is in
- * scale_bias_relu_cpu_kernel.h. */
+/* scale_bias_relu on the CPU. Forward divides elements and not rows among threads, so that threads
+ * can share one wide row. Backward processes a tile of columns and a part of the rows at a time
+ * (common/cpu/column_sums_kernel.h). The arithmetic is in scale_bias_relu_cpu_kernel.h. */
 #include "scale_bias_relu/scale_bias_relu.h"
 
 #include "common/cpu/block.h"

@@ -1,4 +1,4 @@
-// scale_bias_relu on the GPU. Forward is flat over the elements, with the bias as the broadcast row
+// scale_bias_relu on the GPU. Forward goes over the elements, with the bias as the broadcast row
 // (common/cuda/pointwise.cuh). Backward is one pass with sums over the rows
 // (common/cuda/column_sums.cuh).
 #include "common/cuda/column_sums.cuh"

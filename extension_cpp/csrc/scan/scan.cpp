@@ -1,5 +1,5 @@
 // cumsum, logcumsumexp and linear_recurrence: schemas, checks, allocation and registration. scan.h
-// has the kernels' contract, scan_shim.h says how a tensor becomes (outer, length, inner).
+// defines what the kernels compute, and scan_shim.h how a tensor becomes (outer, length, inner).
 #include "scan/scan.h"
 
 #include <algorithm>
@@ -73,7 +73,8 @@ static std::vector<int64_t> without(Sizes sizes, int64_t dim) {
   return rest;
 }
 
-// Fails unless a broadcasts to the shape of b (`name` in errors) and h0 has that shape without dim.
+// Fails unless a broadcasts to the shape of b (named `name` in errors), and h0, if given, has b's
+// shape without the dimension dim. Replaces *dim by an index from 0.
 static void check_recurrence(const char *op, const Tensor &a, const char *name, const Tensor &b,
                              const std::optional<Tensor> &h0, int64_t *dim) {
   check_same(op, "a", a, name, b);
@@ -123,7 +124,7 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
   const Tensor grad_a = allocate_like(h), grad_b = allocate_like(h);
   const Tensor grad_h0 = h0 ? allocate(h0->sizes(), dtype, h) : allocate({0}, dtype, h);
   if (h.numel() == 0) {
-    // Without steps no state depends on h0: its gradient is 0.
+    // Without steps no state depends on h0, so its gradient is 0.
     if (grad_h0.numel() > 0) {
       Tensor zeros = grad_h0;
       torch::stable::zero_(zeros);

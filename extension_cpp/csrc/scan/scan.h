@@ -8,16 +8,17 @@
  *                      grad_a_k = u_k h_(k-1)                          grad_h0 = a_0 u_0
  * Every operand is (outer, length, inner) with any strides (0 for a broadcast input), and the scan
  * runs over length. `outer` may stand for several dimensions without a common stride (scan_jump).
- * h0 and grad_h0 are (outer, inner); their stride `step` is 0. Kernels scan in one direction: for a
- * scan from the last step to the first, `data` points at the last step and `step` is negative. So
- * step k - 1 in the formulas of the gradients is step k + 1 of their kernels. Outputs overlap
- * neither inputs nor one another. Any size may exceed 2^31; on the GPU columns have at most
- * 2^31 - 1 tiles (scan_plan.h). A call with no element is not launched.
- * Computed in float (float64: double) or better and rounded once per element. Run-to-run
- * deterministic and batch-invariant at equal alignment: a line's result does not depend on the
- * number of threads or on the other lines. NaN and infinities spread to later steps only. In the
- * gradient of logcumsumexp exp(x - y) is 0 where y is -inf: such a result depends on no element.
- * Source: PyTorch's definitions; Blelloch, Prefix Sums and Their Applications, 1990. */
+ * h0 and grad_h0 are (outer, inner); their stride `step` is 0. Kernels always scan from the first
+ * step to the last. To scan in the other direction, `data` points to the last step and `step` is
+ * negative. Step k - 1 in the formulas of the gradients is therefore step k + 1 of their kernels.
+ * Outputs overlap neither inputs nor one another. Sizes may exceed 2^31, but on the GPU columns
+ * have at most 2^31 - 1 tiles (scan_plan.h). A call without elements is not launched.
+ * Results are computed in float (double for float64) or better, and rounded once per element. They
+ * are run-to-run deterministic. At equal alignment they are batch-invariant: a line's result does
+ * not depend on the other lines or on the number of threads. NaN and infinities spread only to
+ * later steps. In the gradient of logcumsumexp, exp(x - y) is 0 where y is -inf, because such a
+ * result depends on no element. Source: PyTorch; Blelloch, Prefix Sums and Their Applications,
+ * 1990. */
 #ifndef EXTENSION_CPP_SCAN_H
 #define EXTENSION_CPP_SCAN_H
 
@@ -26,32 +27,32 @@
 #include "common/dtype.h"
 #include "common/range.h"
 
-/* The folder, from PyTorch down:
+/* The files of this folder, from PyTorch down:
  *   scan.cpp                         schemas, checks, allocation, registration
  *   scan_shim.h, scan_shim.cpp       a tensor as (outer, length, inner) with any strides
- *   scan.h                           this contract
+ *   scan.h                           formulas, arguments and entry points of the kernels
  *   scan_cpu.c                       CPU entry points, compiled once per instruction set
  *   scan_cpu.h                       CPU: the scans of a block in registers
  *   scan_cpu_items.h                 CPU: work items, lines and parts of lines
- *   scan_cpu_kernel.h                CPU: cumsum, and what the next two share, once per dtype
+ *   scan_cpu_kernel.h                CPU: cumsum, and functions for the next two files
  *   scan_cpu_recurrence_kernel.h     CPU: linear_recurrence and its gradient
  *   scan_cpu_logcumsumexp_kernel.h   CPU: logcumsumexp and its gradient
  *   scan_cuda.cu                     GPU entry points
  *   scan_plan.h                      GPU: how a scan is divided into tiles
  *   scan_math.cuh                    GPU: the algebra (Part, State), what each op reads and writes
  *   scan_memory.cuh                  GPU: parameters, loads and stores
- *   scan_tile.cuh                    GPU: the join of the tiles of a line, in a fixed order
+ *   scan_tile.cuh                    GPU: joins the tiles of a line, in a fixed order
  *   scan_rows.cuh, scan_columns.cuh  GPU: the kernels for inner = 1 and for inner > 1 */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Strides in elements. */
+/* An operand. Its strides are in elements. */
 typedef struct {
   const void *data;
   int64_t outer, step, inner;
-  int64_t index; /* the index of this operand in scan_jump::by */
+  int64_t index; /* index of this operand in scan_jump::by */
 } scan_input;
 
 typedef struct {
@@ -60,9 +61,9 @@ typedef struct {
   int64_t index;
 } scan_output;
 
-/* If outer indices stand for several dimensions, the stride `outer` steps through the innermost.
- * After every `span` outer indices, where another dimension takes a step, the address of each
- * operand jumps in addition, by `by` elements. */
+/* A correction of addresses for outer indices that stand for several dimensions. The stride `outer`
+ * of an operand steps through the innermost of them. After every `span` outer indices another
+ * dimension takes a step, and the operand's address moves by `by` more elements. */
 enum { SCAN_OPERANDS = 7 };
 typedef struct {
   int64_t span, by[SCAN_OPERANDS];
@@ -71,8 +72,8 @@ typedef struct {
 typedef struct {
   int64_t outer, length, inner;
   dtype_t dtype;
-  void *state; /* on CUDA memory of <op>_state_bytes_cuda(args) bytes; on the CPU a scan_cpu_plan */
-  int64_t jump_count; /* 0 if one stride steps through all outer indices of each operand */
+  void *state;        /* CUDA: memory of <op>_state_bytes_cuda(args) bytes; CPU: a scan_cpu_plan */
+  int64_t jump_count; /* 0 if each operand needs only one stride for all outer indices */
   const scan_jump *jumps;
 } scan_shape;
 
@@ -97,21 +98,21 @@ typedef struct {
 
 typedef struct {
   scan_shape shape;
-  scan_input a, b, h0; /* h0.data: may be NULL */
+  scan_input a, b, h0; /* h0.data may be NULL */
   scan_output h;
 } linear_recurrence_args;
 
 typedef struct {
   scan_shape shape;
-  scan_input grad_h, a, h, h0;         /* h0.data: may be NULL */
+  scan_input grad_h, a, h, h0;         /* h0.data may be NULL */
   scan_output grad_a, grad_b, grad_h0; /* grad_h0.data is NULL if h0.data is */
 } linear_recurrence_backward_args;
 
-/* On the CPU a line is scanned in parts of SCAN_PART steps. A part is scanned from 0 and then
- * joined to the result of the parts before it, even if one thread scans the whole line: the bits do
- * not depend on the number of threads. A work item is a row or, with inner > 1, a tile of `width`
- * inner elements; with parts > 1 it is one part of these, and <op>_totals_cpu runs first and writes
- * the total of each part to `totals`. */
+/* How the CPU divides a scan. A line is scanned in parts of SCAN_PART steps. A part is scanned from
+ * 0 and then joined to the result of the parts before it. This also holds if one thread scans the
+ * whole line, so the bits do not depend on the number of threads. A work item is a row or, if inner
+ * > 1, a tile of `width` inner elements. If parts > 1, a work item is one part of these.
+ * <op>_totals_cpu then runs first and writes the total of each part to `totals`. */
 enum { SCAN_PART = 1 << 14, SCAN_TILE = 2048 };
 typedef struct {
   int64_t width; /* at most SCAN_TILE */
@@ -119,7 +120,7 @@ typedef struct {
   double *totals; /* (parts, 2, scan_lines) */
 } scan_cpu_plan;
 
-/* The number of lines in `totals`. With inner > 1, inner is rounded up to a multiple of 32. */
+/* Returns the number of lines in `totals`. inner > 1 is rounded up to a multiple of 32. */
 static inline int64_t scan_lines(const scan_shape *shape) {
   return shape->outer * (shape->inner == 1 ? 1 : ceil_div(shape->inner, 32) * 32);
 }

@@ -1,4 +1,4 @@
-// Scans over columns on the GPU (inner > 1): neighbouring lines are neighbours in memory.
+// Scans over columns on the GPU (inner > 1), where neighbouring lines are neighbours in memory.
 #ifndef EXTENSION_CPP_SCAN_COLUMNS_CUH
 #define EXTENSION_CPP_SCAN_COLUMNS_CUH
 
@@ -7,25 +7,25 @@
 namespace scans {
 
 // The part of a tile that a thread scans, and the vectors that it copies. A segment is plan.lanes
-// threads side by side, which scan the same run of steps. A thread scans the run for LINES
+// neighbouring threads, which scan the same run of steps. A thread scans the run for LINES
 // neighbouring lines, one word at each step. Up to 32 neighbouring threads of a segment copy what
-// they scan: vector k of a thread is at step copy_step + k * STEPS of the run. The tile lies in
-// shared memory as (inputs, steps, columns). A gap after each segment puts the words of two
-// segments, which a warp reads at once, into different banks.
+// they scan: vector k of a thread is at step copy_step + k * STEPS of the run. In shared memory the
+// tile is (inputs, steps, columns). A gap after each segment puts the words of two segments, which
+// a warp reads at once, into different banks.
 template <typename Op>
 struct ColumnTile {
   using T = typename Op::T;
   using A = typename Op::A;
-  static constexpr int N = WIDTH<T>, LINES = lines_of(N), STEPS = N / LINES;  // in a vector
+  static constexpr int N = WIDTH<T>, LINES = lines_of(N), STEPS = N / LINES;  // of a vector
   static constexpr int GAP = 64, GAPS = max_segments(N) * GAP;                // in bytes
   using Word = Vector<T, LINES>;
   const Params<Op> &p;
-  const int segment, lane, width;  // width: bytes of a step
+  const int segment, lane, width;  // width is the number of bytes per step
   const int copy_step, copy_column;
   const Outer outer;
-  const int64_t first_step, first_line;  // the CTA's first step and line
-  const int run;                         // the first step of the run in the tile
-  const int steps;  // from first_step to the end of the lines, or one more than the tile has
+  const int64_t first_step, first_line;  // first step and line of the CTA
+  const int run;                         // first step of the run, counted from first_step
+  const int steps;  // steps to the end of the lines, at most one more than a tile has
 
   __device__ ColumnTile(const Params<Op> &p, const Outer &outer, unsigned tile, unsigned strip)
       : p(p),
@@ -43,7 +43,7 @@ struct ColumnTile {
   __device__ int side() const { return min(p.plan.lanes, 32) / STEPS; }  // vectors side by side
   __device__ int line(int repeat) const { return repeat * p.plan.columns + lane * LINES; }
   __device__ int copy_line(int repeat) const { return repeat * p.plan.columns + copy_column; }
-  // The lines from number `line` of the CTA on.
+  // Returns the number of lines from line `line` of the CTA to the end.
   __device__ int64_t lines(int line) const { return p.inner - first_line - line; }
   __device__ int input_bytes() const {
     return p.plan.vectors * p.plan.repeats * THREADS * 16 + GAPS;
@@ -88,7 +88,7 @@ struct ColumnTile {
     }
   }
 
-  // Gathers the vectors that copy() does not copy.
+  // Gathers the elements of vectors that copy() cannot copy.
   __device__ void gather_rest() const {
 #pragma unroll 1
     for (int repeat = 0; repeat < p.plan.repeats; ++repeat) gather_strip(repeat);
@@ -112,10 +112,10 @@ struct ColumnTile {
     }
   }
 
-  // Whether a step of the run is the first one of the lines.
+  // Returns whether `step` of the run is the first step of the lines.
   __device__ bool is_first(int step) const { return first_step == 0 && run + step == 0; }
 
-  // The state before line number `line` of the CTA.
+  // Returns the state before the first step of line `line` of the CTA.
   __device__ typename Op::Algebra::State start(int line) const {
     return start_state(p, lines(line) > 0, outer, first_line + line);
   }
@@ -143,8 +143,8 @@ struct ColumnTile {
     }
   }
 
-  // Scans the run from `state` on, and strips of short lines from their start on, and writes the
-  // results.
+  // Scans the run from `state` on and writes the results. For short lines, it scans each strip from
+  // the start of its lines.
   __device__ void write(typename Op::Algebra::State (&state)[LINES]) const {
     T *to[Op::OUTPUTS];
 #pragma unroll
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::COLUMN_CTAS, MAX_CTAS))
   using Tile = ColumnTile<Op>;
   __shared__ ColumnTable<Op> table;
   const Plan &plan = p.plan;
-  // There are at most 2^31 - 1 CTAs, so that these are divisions of 32 bits.
+  // There are at most 2^31 - 1 CTAs, so that these divisions need only 32 bits.
   const auto strips = static_cast<unsigned>(plan.strips), tiles = static_cast<unsigned>(plan.tiles);
   const unsigned strip = blockIdx.x % strips, number = blockIdx.x / strips;
   const unsigned tile = number % tiles, outer = number / tiles;

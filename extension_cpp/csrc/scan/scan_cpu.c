@@ -1,11 +1,11 @@
-/* Scans on the CPU.
- * inner = 1: lanes are steps of one row. A block of 32 elements is scanned in registers, in a fixed
- * tree; a state in double carries on from block to block.
- * inner > 1: lanes are inner elements, and the state of each is in an array. Steps are read one
- * after the other, so that memory is read in rows of a tile.
- * Short rows and few columns are scanned element by element. Where the elements of a block are not
- * neighbours in memory, they are loaded and stored one by one.
- * scan.h says how long lines are cut. */
+/* Scans on the CPU. scan.h describes how long lines are cut.
+ *
+ * If inner = 1, the lanes of a block are steps of one row. A block of 32 elements is scanned in
+ * registers, in a fixed tree, and a running result in double continues from block to block.
+ * If inner > 1, the lanes are inner elements, and an array holds the state of each. The steps are
+ * read one after the other, so that memory is read in rows of a tile.
+ * Short rows and few columns are scanned element by element. If the elements of a block are not
+ * neighbours in memory, they are loaded and stored one by one. */
 #include "scan/scan.h"
 
 #include "common/cpu/level.h"
@@ -16,7 +16,8 @@
 #define KERNEL_BODY "scan/scan_cpu_kernel.h"
 #include "common/cpu/for_each_dtype.h"
 
-/* <op>_cpu, which writes the results, and <op>_totals_cpu, which only finds what a part adds. */
+/* Defines <op>_cpu, which writes the results, and <op>_totals_cpu, which computes totals of
+ * parts. */
 #define SCAN_RANGE(name, args_type, kernel, only_total)                         \
   static void name##_range(int64_t begin, int64_t end, const args_type *args) { \
     DISPATCH_DTYPE(args->shape.dtype, kernel, args, begin, end, only_total)     \

@@ -1,4 +1,4 @@
-/* The scans of a block in registers, for scan_cpu_kernel.h.
+/* Scans of a block in registers, for scan_cpu_kernel.h.
  *
  * The order of the additions is the same for every register width. First, each group of 4 elements
  * is scanned, in two steps. Then groups are joined in pairs: the total of the first group is added
@@ -26,7 +26,7 @@ typedef int32_t lane_index_t __attribute__((vector_size(4 * LANES)));
 ALWAYS_INLINE lanes_t load_lanes(const float *p) { return *(const memory_lanes_t *)p; }
 ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; }
 
-/* Lanes of a and b by their numbers, which count on from a to b. */
+/* SHUFFLE(a, b, ...) picks lanes by number. The lanes of a come first, then those of b. */
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -36,9 +36,9 @@ ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; 
 #define ONE (ZERO + 1)
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* UP_1 and UP_2 move lanes up by 1 or 2 within groups of 4. LAST_OF_4 gives the second half of each
- * 8 lanes the last lane of the first half. LAST_OF_8 does the same in groups of 16. Every other
- * lane gets `in`, whose lanes are all equal. UP_FROM(a, b) moves b's lanes up by 1 and puts the
+/* UP_1 and UP_2 move lanes up by 1 or 2 within groups of 4. LAST_OF_4 sets the second half of each
+ * 8 lanes to the last lane of the first half. LAST_OF_8 does the same in groups of 16. All other
+ * lanes become `in`, whose lanes are all equal. UP_FROM(a, b) moves b's lanes up by 1 and puts the
  * last lane of a first. LAST(x) copies x's last lane to all lanes. */
 #if LANES == 16
 #define UP_1(x, in) SHUFFLE(x, in, 16, 0, 1, 2, 16, 4, 5, 6, 16, 8, 9, 10, 16, 12, 13, 14)
@@ -60,7 +60,7 @@ ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; 
 #define LAST(x) SHUFFLE(x, x, 3, 3, 3, 3)
 #endif
 
-/* The same where 0 comes in; AVX2 has an instruction for that. */
+/* UP_1 and UP_2 with 0 for `in`. AVX2 has a single instruction for this. */
 #if LANES == 8
 #define UP_1_ZERO(x) ((lanes_t)_mm256_bslli_epi128((__m256i)(x), 4))
 #define UP_2_ZERO(x) ((lanes_t)_mm256_bslli_epi128((__m256i)(x), 8))
@@ -69,7 +69,7 @@ ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; 
 #define UP_2_ZERO(x) UP_2(x, ZERO)
 #endif
 
-/* x scanned inside one register. */
+/* Returns the scan of the lanes of one register. */
 ALWAYS_INLINE lanes_t scan_lanes(lanes_t x) {
   x += UP_1_ZERO(x);
   x += UP_2_ZERO(x);
@@ -82,7 +82,7 @@ ALWAYS_INLINE lanes_t scan_lanes(lanes_t x) {
   return x;
 }
 
-/* `count` registers, a power of two up to 8, scanned in place. */
+/* Scans `count` registers in place, as one sequence. `count` is a power of two up to 8. */
 ALWAYS_INLINE void scan_registers(lanes_t *x, int count) {
   UNROLL for (int i = 0; i < count; ++i) x[i] = scan_lanes(x[i]);
   UNROLL for (int i = 0; i + 1 < count; i += 2) x[i + 1] += LAST(x[i]);
@@ -97,8 +97,9 @@ ALWAYS_INLINE void scan_registers(lanes_t *x, int count) {
   }
 }
 
-/* What a row's blocks have added up to. In half types it stays in registers, in float, with equal
- * lanes in `before`; only the last lane of `sum` counts. */
+/* The running sum of a row. float32 and float64 hold the value before the part and the sum of its
+ * blocks in double. Half types hold both in float registers. `before` has equal lanes and includes
+ * the sum; of `sum` only the last lane is meaningful. */
 typedef struct {
   double start, sum;
 } carry_float32, carry_float64;
@@ -113,14 +114,13 @@ ALWAYS_INLINE carry_float16 carry_from_float16(double start) {
 }
 ALWAYS_INLINE carry_bfloat16 carry_from_bfloat16(double start) { return carry_from_float16(start); }
 
-/* The sum of the blocks, without the start. */
+/* Return the sum of the blocks, without the value before them. */
 ALWAYS_INLINE double carried_float32(carry_float32 carry) { return carry.sum; }
 ALWAYS_INLINE double carried_float64(carry_float64 carry) { return carry.sum; }
 ALWAYS_INLINE double carried_float16(carry_float16 carry) { return carry.sum[LANES - 1]; }
 ALWAYS_INLINE double carried_bfloat16(carry_bfloat16 carry) { return carry.sum[LANES - 1]; }
 
-/* A block scanned in place: v[k] becomes the sum of what was before and of the elements up to
- * v[k]'s. */
+/* Scan a block in place: v[k] becomes the running sum up to the element of v[k]. */
 ALWAYS_INLINE carry_float32 scan_block_float32(float *v, carry_float32 carry) {
   enum { COUNT = BLOCK / LANES };
   const double before = carry.start + carry.sum;
@@ -128,7 +128,7 @@ ALWAYS_INLINE carry_float32 scan_block_float32(float *v, carry_float32 carry) {
   UNROLL for (int i = 0; i < COUNT; ++i) x[i] = load_lanes(v + i * LANES);
   scan_registers(x, COUNT);
   carry.sum += x[COUNT - 1][LANES - 1];
-  /* A double is added as the sum of two floats, so that only the last addition rounds. */
+  /* The double is split into two floats, so that only the last addition rounds. */
   const float high = (float)before;
   const float low = high - high == 0 ? (float)(before - (double)high) : 0;
   UNROLL for (int i = 0; i < COUNT; ++i) store_lanes(v + i * LANES, high + (low + x[i]));
@@ -147,7 +147,7 @@ ALWAYS_INLINE carry_float16 scan_block_float16(float *v, carry_float16 carry) {
   return carry;
 }
 
-/* In a bfloat16 block the even elements come first, then the odd ones: pairs are scanned. */
+/* In a bfloat16 block the even elements come first, so the sums of pairs are scanned. */
 ALWAYS_INLINE carry_bfloat16 scan_block_bfloat16(float *v, carry_bfloat16 carry) {
   enum { HALF = BLOCK / 2, COUNT = HALF / LANES };
   lanes_t even[COUNT], pair[COUNT], last = carry.before;
@@ -165,10 +165,10 @@ ALWAYS_INLINE carry_bfloat16 scan_block_bfloat16(float *v, carry_bfloat16 carry)
   return carry;
 }
 
-/* float64 exists for gradcheck. */
+/* float64 exists for gradcheck, so this need not be fast. */
 ALWAYS_INLINE carry_float64 scan_block_float64(double *v, carry_float64 carry) {
   const double before = carry.start + carry.sum;
-  double sum = v[0]; /* not v[k - 1], which gcc would read from memory again */
+  double sum = v[0]; /* a variable, because gcc would read v[k - 1] from memory again */
   v[0] += before;
   for (int k = 1; k < BLOCK; ++k) {
     sum += v[k];
@@ -178,7 +178,7 @@ ALWAYS_INLINE carry_float64 scan_block_float64(double *v, carry_float64 carry) {
   return carry;
 }
 
-/* ---- linear recurrences: pairs (a, b) stand for h -> a h + b; the scan composes them ---- */
+/* ---- linear recurrences: a pair (a, b) means h -> a h + b, and the scan composes pairs ---- */
 
 #if LANES == 16
 #define FMA_LANES(a, b, c) _mm512_fmadd_ps(a, b, c)
@@ -188,13 +188,13 @@ ALWAYS_INLINE carry_float64 scan_block_float64(double *v, carry_float64 carry) {
 #define FMA_LANES(a, b, c) ((a) * (b) + (c))
 #endif
 
-/* The pair (a, b) after the pair (first_a, first_b). */
+/* Replaces the pair (a, b) by the composition that applies (first_a, first_b) first. */
 ALWAYS_INLINE void compose(lanes_t *a, lanes_t *b, lanes_t first_a, lanes_t first_b) {
   *b = FMA_LANES(*a, first_b, *b);
   *a *= first_a;
 }
 
-/* `count` registers of pairs, a power of two up to 8, scanned in place. */
+/* Scans `count` registers of pairs in place. `count` is a power of two up to 8. */
 ALWAYS_INLINE void compose_registers(lanes_t *a, lanes_t *b, int count) {
   UNROLL for (int i = 0; i < count; ++i) {
     compose(&a[i], &b[i], UP_1(a[i], ONE), UP_1_ZERO(b[i]));
@@ -215,12 +215,12 @@ ALWAYS_INLINE void compose_registers(lanes_t *a, lanes_t *b, int count) {
   }
 }
 
-/* What a block does to the state before it. */
+/* The pair of all steps of a block: it maps the state before the block to the state after it. */
 typedef struct {
   double a, b;
 } pair_sum_t;
 
-/* b becomes the states h of a block that begins with the state `start`. */
+/* Replaces b by the states h of a block, given the state `start` before it. */
 ALWAYS_INLINE pair_sum_t recur_block_float32(const float *a, float *b, double start) {
   enum { COUNT = BLOCK / LANES };
   const lanes_t before = ZERO + (float)start;
@@ -235,8 +235,8 @@ ALWAYS_INLINE pair_sum_t recur_block_float16(const float *a, float *b, double st
   return recur_block_float32(a, b, start);
 }
 
-/* Each odd step composed with the even one before it, then the states of the odd steps, and from
- * them those of the even ones. */
+/* Composes each odd step with the even one before it, then computes the states of the odd steps,
+ * and from these the states of the even steps. */
 ALWAYS_INLINE pair_sum_t recur_block_bfloat16(const float *a, float *b, double start) {
   enum { HALF = BLOCK / 2, COUNT = HALF / LANES };
   lanes_t before = ZERO + (float)start;
@@ -271,7 +271,8 @@ ALWAYS_INLINE pair_sum_t recur_block_float64(const double *a, double *b, double 
   return sum;
 }
 
-/* The state after a pair. A product that overflowed does not make NaN of the state 0; NaN does. */
+/* Returns the state after a pair. If `a` has overflowed to infinity and the state is 0, the result
+ * is b and not NaN. If `a` is NaN, so is the result. */
 ALWAYS_INLINE double next_state(pair_sum_t sum, double state) {
   return state == 0 && sum.a == sum.a ? sum.b : fma_double(sum.a, state, sum.b);
 }
@@ -308,8 +309,8 @@ ALWAYS_INLINE void max_registers(lanes_t *x, int count) {
   UNROLL for (int i = 1; i < count; ++i) x[i] = MAX_LANES(x[i], LAST(x[i - 1]));
 }
 
-/* The largest element before each one of a block without NaN, `start` included; returns the largest
- * of all. */
+/* Sets before[k] to the largest of `start` and the elements before v[k]. v has no NaN. Returns the
+ * largest of `start` and all elements. */
 ALWAYS_INLINE float max_block_float32(const float *v, float *before, float start) {
   enum { COUNT = BLOCK / LANES };
   lanes_t x[COUNT], last = ZERO + start;
@@ -349,16 +350,16 @@ ALWAYS_INLINE double max_block_float64(const double *v, double *before, double s
   return start;
 }
 
-/* ---- sums of exponentials: a maximum, and the sum of exp(x - maximum) of the other x ---- */
+/* ---- sums of exponentials: a maximum, and the sum of exp(x - maximum) over the other x ---- */
 
 typedef struct {
   double max, sum;
 } exp_sum_t;
 
-/* The sum over no element. `sum` leaves out the maximum's own 1, so -1 stands for 0. */
+/* The sum over no elements. `sum` leaves out the maximum's own term, 1, so -1 stands for 0. */
 static const exp_sum_t NO_EXP_SUM = {-INFINITY, -1};
 
-/* Equal maxima may be infinite. */
+/* Joins two sums. Equal maxima may be infinite, and are not subtracted, to avoid NaN. */
 ALWAYS_INLINE exp_sum_t add_exp_sums(exp_sum_t first, exp_sum_t second) {
   const exp_sum_t high = first.max > second.max ? first : second;
   const exp_sum_t low = first.max > second.max ? second : first;

@@ -1,4 +1,4 @@
-/* How scans go over work items, lines and parts of lines. scan.h says what these are. */
+/* Loops of scans over work items, lines and parts of lines (defined in scan.h). */
 #ifndef EXTENSION_CPP_SCAN_CPU_ITEMS_H
 #define EXTENSION_CPP_SCAN_CPU_ITEMS_H
 
@@ -7,11 +7,11 @@
 #include "scan/scan.h"
 #include "scan/scan_cpu.h"
 
-/* ---- narrow lines: few steps in a row, or few columns, are scanned element by element ---- */
+/* ---- narrow lines: rows of few steps, and few columns, are scanned element by element ---- */
 
 enum { SCAN_NARROW = 8, SCAN_SHORT = 16 };
 
-/* Whether lines are narrow. An item is then an outer index with all its lines. */
+/* Returns whether lines are narrow. A work item is then one outer index with all its lines. */
 ALWAYS_INLINE int scan_is_narrow(const scan_shape *shape) {
   if (shape->inner == 1) return shape->length <= SCAN_SHORT;
   return shape->inner <= SCAN_NARROW && shape->length <= SCAN_PART;
@@ -19,15 +19,15 @@ ALWAYS_INLINE int scan_is_narrow(const scan_shape *shape) {
 
 /* ---- work items ---- */
 
-/* The lines and parts of a work item. */
+/* A work item, and the part of its lines that is being scanned. */
 typedef struct {
   const scan_shape *shape;
   int64_t outer, inner; /* indices of the first line */
-  int width;            /* the number of lines */
-  int lanes;            /* entries of scan_state_t in use: whole blocks for a tile, 1 for a row */
-  int64_t part;         /* the index of the item's first part in the line */
-  int64_t first, steps; /* the first step of the current part, and how many it has */
-  int is_last;          /* whether the line ends with the current part */
+  int width;            /* number of lines */
+  int lanes;            /* entries of scan_state_t in use: 1 for a row, whole blocks for a tile */
+  int64_t part;         /* index of the item's first part in the line */
+  int64_t first, steps; /* the first step of the current part, and its number of steps */
+  int is_last;          /* whether the current part is the last one of the line */
 } scan_item_t;
 
 ALWAYS_INLINE scan_item_t scan_item(const scan_shape *shape, int64_t item) {
@@ -40,7 +40,7 @@ ALWAYS_INLINE scan_item_t scan_item(const scan_shape *shape, int64_t item) {
   return found;
 }
 
-/* The item after this one. */
+/* Moves `item` on to the next work item. */
 ALWAYS_INLINE void next_item(const scan_shape *shape, scan_item_t *item) {
   const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
   if (++item->part < plan->parts) return;
@@ -51,8 +51,9 @@ ALWAYS_INLINE void next_item(const scan_shape *shape, scan_item_t *item) {
   ++item->outer;
 }
 
-/* The jumps of operand `index` up to an outer index. Out of line and marked as rare, so that calls
- * without jumps keep their registers: inlined, it makes short lines up to a third slower. */
+/* Returns the sum of the jumps of operand `index` before an outer index. The function is marked as
+ * rare and not inlined, so that calls without jumps keep their registers. Inlined, it makes short
+ * lines up to a third slower. */
 NOINLINE __attribute__((cold)) int64_t scan_jumps(const scan_shape *shape, int64_t outer,
                                                   int64_t index) {
   int64_t sum = 0;
@@ -61,7 +62,8 @@ NOINLINE __attribute__((cold)) int64_t scan_jumps(const scan_shape *shape, int64
   return sum;
 }
 
-/* Where the current part of an item begins in operand `index`, which has these strides. */
+/* Returns the offset, in elements, at which the current part of an item begins in operand `index`.
+ * The strides are those of this operand. */
 ALWAYS_INLINE int64_t scan_offset(const scan_item_t *item, int64_t outer, int64_t inner,
                                   int64_t step, int64_t index) {
   const int64_t offset = item->outer * outer + item->inner * inner + item->first * step;
@@ -74,9 +76,9 @@ typedef struct {
   double a[SCAN_TILE], b[SCAN_TILE];
 } scan_state_t;
 
-/* An op. start() sets the state before the first step. part() scans a part from a state on, and
- * also gives the part's total: its last state if it begins with none. join() turns the state before
- * a part and the part's total into the state behind it. */
+/* The functions of an op. start() sets the state before the first step. part() scans a part from a
+ * given state, and computes the part's total, which does not depend on that state. join() replaces
+ * the state before a part by the state after it, given the part's total. */
 typedef struct {
   void (*start)(const void *args, const scan_item_t *item, scan_state_t *state);
   void (*part)(const void *args, const scan_item_t *item, const scan_state_t *state,
@@ -124,7 +126,7 @@ static void join_sums(scan_state_t *state, const double *a, const double *b, int
   for (int k = 0; k < lanes; ++k) state->a[k] += a[k];
 }
 
-/* The state of a recurrence is state.a; a total is the pair (a, b). */
+/* For a recurrence, the state is state.a, and a total is the pair (a, b). */
 static void join_pairs(scan_state_t *state, const double *a, const double *b, int lanes) {
   for (int k = 0; k < lanes; ++k) state->a[k] = next_state((pair_sum_t){a[k], b[k]}, state->a[k]);
 }

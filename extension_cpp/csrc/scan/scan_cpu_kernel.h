@@ -1,15 +1,15 @@
-/* Compiled once per element type by scan_cpu.c (for_each_dtype.h defines T, ACC, NAME, LOAD
- * and STORE). */
+/* CPU kernels of the scans. scan_cpu.c compiles this file once per element type (for_each_dtype.h
+ * defines T, ACC, NAME, LOAD and STORE). */
 
 /* ---- blocks with any stride ----
- * Where elements do not lie side by side, or are less than a block, a block in memory takes their
- * place: so a kernel has its arithmetic once, and its lanes stay in registers. */
+ * Elements that are not neighbours in memory, or fill no whole block, are copied to or from a block
+ * in memory. A kernel then has its arithmetic only once, and the lanes stay in registers. */
 
-/* The first n elements of a block as they lie in memory, and `rest` behind them. */
+/* Copies the first n elements of a block to memory in order, and fills the rest with `rest`. */
 NOINLINE const T *NAME(gather)(T *restrict block, const T *restrict p, int64_t stride, int n,
                                ACC rest) {
   const T filling = NAME(narrow)(rest);
-  if (stride == 1 && sizeof(T) >= 4) { /* a masked load */
+  if (stride == 1 && sizeof(T) >= 4) { /* gcc compiles this loop to masked loads */
     for (int k = 0; k < BLOCK; ++k) block[k] = k < n ? p[k] : filling;
     return block;
   }
@@ -40,7 +40,8 @@ ALWAYS_INLINE void NAME(reverse_block)(ACC *v) {
   }
 }
 
-/* The first n elements of a block, `rest` in the other lanes. A stride of -1 goes down. */
+/* Loads the first n elements of a block, and sets the other lanes to `rest`. Any stride is
+ * allowed. */
 ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n, ACC rest) {
   const int is_down = n == BLOCK && stride == -1;
   T block[BLOCK];
@@ -51,19 +52,19 @@ ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n, 
   if (is_down) NAME(reverse_block)(v);
 }
 
-/* How many steps about 4 KiB of a tile are: so far ahead columns are prefetched. */
+/* Returns how many steps of a tile are about 4 KiB. Columns are prefetched so far ahead. */
 ALWAYS_INLINE int64_t NAME(steps_ahead)(int width) {
   return 1 + 4096 / (width * (int64_t)sizeof(T));
 }
 
-/* A block of columns. Prefetches the one that lies `ahead` elements ahead. */
+/* Loads a block of columns, and prefetches the block that is `ahead` elements later. */
 ALWAYS_INLINE void NAME(load_columns)(ACC *v, const T *p, int64_t ahead, int64_t inner, int n) {
   T block[BLOCK];
   prefetch(p, ahead * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
   LOAD(v, n == BLOCK && inner == 1 ? p : NAME(gather)(block, p, inner, n, 0), BLOCK);
 }
 
-/* is_clean: as for store_clean of common/cpu/block.h. */
+/* Stores a block of columns. If is_clean is set, store_clean of common/cpu/block.h may be used. */
 ALWAYS_INLINE void NAME(store_columns)(T *p, int64_t inner, const ACC *v, int n, int stream,
                                        int is_clean) {
   const int whole = n == BLOCK && inner == 1;
@@ -86,7 +87,7 @@ ALWAYS_INLINE void NAME(store_stride)(T *p, int64_t stride, ACC *v, int n, int s
   }
 }
 
-/* An operand from the first line and step of an item's current part on. */
+/* Returns an operand whose data begins at the first line and step of an item's current part. */
 ALWAYS_INLINE scan_input NAME(input_part)(scan_input x, const scan_item_t *item) {
   x.data = (const T *)x.data + scan_offset(item, x.outer, x.inner, x.step, x.index);
   return x;
@@ -97,13 +98,13 @@ ALWAYS_INLINE scan_output NAME(output_part)(scan_output y, const scan_item_t *it
   return y;
 }
 
-/* Whether to stream results past the caches, for `moves` reads and writes of an element. */
+/* Returns whether results should bypass the caches. `moves` counts reads and writes per element. */
 ALWAYS_INLINE int NAME(streams)(const scan_shape *shape, int64_t moves) {
   return cpu_should_stream(moves * shape->outer * shape->length * shape->inner *
                            (int64_t)sizeof(T));
 }
 
-/* Whether every block of a row or a tile is whole lines of 64 bytes. */
+/* Return whether every block of a row, or of a tile, consists of whole cache lines of 64 bytes. */
 ALWAYS_INLINE int NAME(row_streams)(scan_output y) {
   const uintptr_t p = (uintptr_t)y.data;
   return (y.step == 1 && p % 64 == 0) || (y.step == -1 && (p + sizeof(T)) % 64 == 0);
@@ -115,7 +116,7 @@ ALWAYS_INLINE int NAME(tile_streams)(scan_output y) {
 
 /* ---- cumsum ---- */
 
-/* Scans n steps of a row. */
+/* Scans n steps of a row with any strides. */
 ALWAYS_INLINE NAME(carry)
     NAME(cumsum_steps)(const T *x, int64_t x_step, T *y, int64_t y_step, int64_t n,
                        NAME(carry) carry, int only_total, int stream) {
@@ -129,7 +130,7 @@ ALWAYS_INLINE NAME(carry)
   return carry;
 }
 
-/* Whole blocks whose elements lie side by side. */
+/* Scans n steps, which are whole blocks of neighbours in memory. */
 ALWAYS_INLINE NAME(carry) NAME(cumsum_blocks)(const T *x, T *y, int64_t n, NAME(carry) carry,
                                               int only_total, int stream) {
   for (int64_t i = 0; i < n; i += BLOCK) {
@@ -141,7 +142,7 @@ ALWAYS_INLINE NAME(carry) NAME(cumsum_blocks)(const T *x, T *y, int64_t n, NAME(
   return carry;
 }
 
-/* Adds `start` to each result. Returns the sum of the steps. */
+/* Scans a row, and adds `start` to each result. Returns the sum of the steps without `start`. */
 NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_step, int64_t n,
                                  double start, int only_total, int stream) {
   const int64_t whole = x_step == 1 && y_step == 1 ? n / BLOCK * BLOCK : 0;
@@ -152,11 +153,11 @@ NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_ste
   return NAME(carried)(carry);
 }
 
-/* The sums of columns: double, and for half types float, which scan.h promises at least. */
+/* The type of the sums of columns: double, but float for half types, as scan.h permits. */
 typedef __typeof__(_Generic((T){0}, uint16_t : 0.0f, default : 0.0)) NAME(sum_t);
 
-/* A part of a tile of columns; its lanes are in block order. One step at a time: two or four rows
- * of memory at a time are read and streamed at half the speed. */
+/* Scans a part of a tile of columns, whose lanes are in block order. It reads one step at a time,
+ * because reading and streaming two or four rows of memory at a time takes twice as long. */
 NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t steps,
                                 const double *start, double *total, int only_total, int stream) {
   NAME(sum_t) from[SCAN_TILE], sums[SCAN_TILE];
@@ -193,7 +194,7 @@ static void NAME(cumsum_part)(const void *cumsum, const scan_item_t *item,
   const scan_input x = NAME(input_part)(args->x, item);
   scan_output y = NAME(output_part)(args->y, item);
   const int stream = NAME(streams)(&args->shape, 2);
-  if (args->exclusive) { /* the same sums one step later */
+  if (args->exclusive) { /* writes the same sums one step later */
     for (int k = 0; k < item->width && item->first == 0 && !only_total; ++k)
       ((T *)y.data)[k * y.inner] = 0;
     y.data = (T *)y.data + y.step;

@@ -1,11 +1,12 @@
-/* logcumsumexp and its gradient; the end of scan_cpu_recurrence_kernel.h.
- * With the maximum m of the elements before x, and s the sum of exp(. - m) of the others, x changes
- * s to s + exp(x - m), or to (s + 1) exp(m - x) if x is the new maximum: a recurrence with one exp
- * for each element. s leaves out the maximum's own 1, which would hide small terms where m is near
- * 0. A part begins without elements, at m = -inf and s = -1; what lies before it is added to each
- * result. */
+/* logcumsumexp and its gradient. scan_cpu_recurrence_kernel.h includes this file at its end.
+ *
+ * Let m be the maximum of the elements before x, and s the sum of exp(. - m) over the others. Then
+ * x changes s to s + exp(x - m), or to (s + 1) exp(m - x) if x is the new maximum. This is a linear
+ * recurrence with one exp per element. s leaves out the term of the maximum, which is 1 and would
+ * hide small terms if m is near 0. A part begins without elements, at m = -inf and s = -1. The
+ * elements before the part are added to each result. */
 
-/* exp(x - y) for x <= y, also if rounding or equal infinities hide that. */
+/* Returns exp(x - y) for x <= y, or 1 if rounding made x larger or both are the same infinity. */
 ALWAYS_INLINE ACC NAME(exp_difference)(ACC x, ACC y) {
   const ACC d = x - y;
   return EXP_SOFTMAX(x == y || d > 0 ? 0 : d);
@@ -13,7 +14,7 @@ ALWAYS_INLINE ACC NAME(exp_difference)(ACC x, ACC y) {
 
 /* ---- forward ---- */
 
-/* Maxima and sums of a block: m becomes those before each element, then those with it. */
+/* Computes the maxima and sums of a block. In the end m[k] is the maximum up to element k. */
 ALWAYS_INLINE void NAME(sum_block)(const ACC *v, ACC *m, ACC *s, exp_sum_t *state) {
   ACC number[BLOCK], a[BLOCK];
   for (int k = 0; k < BLOCK; ++k) number[k] = v[k] == v[k] ? v[k] : -(ACC)INFINITY;
@@ -30,7 +31,8 @@ ALWAYS_INLINE void NAME(sum_block)(const ACC *v, ACC *m, ACC *s, exp_sum_t *stat
   state->sum = next_state(sum, state->sum);
 }
 
-/* Results from the maxima and sums of a part's elements and those of what lies before the part. */
+/* Computes the results of a block from the maxima and sums of the part's elements (m, s) and those
+ * of the elements before the part (max_before, sum_before). */
 ALWAYS_INLINE void NAME(log_block)(ACC *v, const ACC *m, const ACC *s, const ACC *max_before,
                                    const ACC *sum_before, int is_first) {
   if (is_first) {
@@ -67,7 +69,7 @@ ALWAYS_INLINE exp_sum_t NAME(logcumsumexp_steps)(scan_input x, scan_output y, in
 NOINLINE exp_sum_t NAME(logcumsumexp_row)(scan_input x, scan_output y, int64_t n, exp_sum_t start,
                                           int only_total, int stream) {
   if (x.step == 1 && y.step == 1) {
-    x.step = y.step = 1; /* constants */
+    x.step = y.step = 1; /* constants for the inlined call */
     return NAME(logcumsumexp_steps)(x, y, n, start, only_total, stream);
   }
   return NAME(logcumsumexp_steps)(x, y, n, start, only_total, stream);
@@ -149,9 +151,10 @@ static void NAME(logcumsumexp)(const logcumsumexp_args *args, int64_t begin, int
   scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
 }
 
-/* ---- backward: d_k = grad_out_k + exp(y_k - y_(k-1)) d_(k-1) in the order of the kernel ---- */
+/* ---- backward: d_k = grad_out_k + exp(y_k - y_(k-1)) d_(k-1), k in the order of the kernel
+ * ---- */
 
-/* exp(x - y), the weight of x in the result y. A result of -inf depends on no element. */
+/* Returns exp(x - y), the weight of x in y, or 0 for y = -inf, which depends on no element. */
 ALWAYS_INLINE ACC NAME(weight_in)(ACC x, ACC y) {
   const ACC d = x - y;
   return EXP_SOFTMAX(y == -(ACC)INFINITY ? y : x == y || d > 0 ? 0 : d);

@@ -18,7 +18,8 @@ ALWAYS_INLINE pair_sum_t NAME(recur_steps)(scan_input a, scan_input b, scan_outp
   return sum;
 }
 
-/* With constant steps lanes stay in registers: a third less time in float16. */
+/* Scans a row. Constant steps keep the lanes in registers, and take a third less time in
+ * float16. */
 NOINLINE pair_sum_t NAME(recur_row)(scan_input a, scan_input b, scan_output h, int64_t n,
                                     double start, int only_total, int stream) {
   if (a.step == 1 && b.step == 1 && h.step == 1) {
@@ -28,7 +29,8 @@ NOINLINE pair_sum_t NAME(recur_row)(scan_input a, scan_input b, scan_output h, i
   return NAME(recur_steps)(a, b, h, n, start, only_total, stream);
 }
 
-/* One step of a block of columns: the state h, and what steps do to any state, (sum_a, sum_b). */
+/* Advances a block of columns by one step, with factors v and terms w. h is the state, and w
+ * becomes the new state. (sum_a, sum_b) is the pair that composes all steps of the part so far. */
 ALWAYS_INLINE void NAME(recur_step)(const ACC *v, ACC *w, ACC *restrict h, ACC *restrict sum_a,
                                     ACC *restrict sum_b, int has_sum) {
   if (has_sum) {
@@ -81,7 +83,7 @@ NOINLINE void NAME(recur_columns)(scan_input a, scan_input b, scan_output h,
   }
 }
 
-/* The state before the first step, from h0 or 0. */
+/* Sets the state before the first step to h0, or to 0 if there is none. */
 ALWAYS_INLINE void NAME(start_state)(scan_input h0, const scan_item_t *item, scan_state_t *state) {
   for (int k = 0; k < item->lanes; ++k) state->a[k] = 0;
   if (h0.data == NULL) return;
@@ -153,10 +155,10 @@ static void NAME(recurrence)(const linear_recurrence_args *args, int64_t begin, 
   scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
 }
 
-/* ---- backward: u_k = grad_h_k + a_(k-1) u_(k-1) in the order of the kernel ---- */
+/* ---- backward: u_k = grad_h_k + a_(k-1) u_(k-1), with k in the order of the kernel ---- */
 
-/* Fills a block with `before` and then the first elements of x, so that lane k holds element
- * k - 1. Lanes from n on get `rest`. */
+/* Fills a block with `before` and then the first elements of x, so that lane k holds element k - 1.
+ * Lanes from n on become `rest`. */
 NOINLINE const T *NAME(gather_first)(T *restrict block, scan_input x, int n, ACC before, ACC rest) {
   block[0] = NAME(narrow)(before);
   for (int k = 1; k < BLOCK; ++k)
@@ -164,7 +166,7 @@ NOINLINE const T *NAME(gather_first)(T *restrict block, scan_input x, int n, ACC
   return block;
 }
 
-/* The block of x one step earlier, from step i on; before the first step of a line it has
+/* Loads the block of x from step i - 1 on. The value before the first step of a line is
  * `before`. */
 ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, int is_first,
                                       ACC before, ACC rest) {
@@ -179,7 +181,7 @@ ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, in
   NAME(load_stride)(v, from, step, n, rest);
 }
 
-/* Loads the block of x that begins at step i + 1. The lane past the end of the line gets `end`. */
+/* Loads the block of x from step i + 1 on. The value after the last step of a line is `end`. */
 ALWAYS_INLINE void NAME(load_later)(ACC *v, scan_input x, int64_t i, int n, int is_end, ACC end) {
   NAME(load_stride)(v, (const T *)x.data + (i + 1) * x.step, x.step, n - is_end, end);
 }
@@ -211,7 +213,7 @@ NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_ar
   return sum;
 }
 
-/* Loads h at step i + 1 for the columns from c on. After the last step (is_end), loads h0. */
+/* Loads h at step i + 1 for the columns from c on. After the last step (is_end) it loads h0. */
 ALWAYS_INLINE void NAME(later_columns)(ACC *v, scan_input h, const ACC *h0, int64_t i, int c, int n,
                                        int64_t ahead, int is_end) {
   if (is_end) {
@@ -258,7 +260,7 @@ NOINLINE void NAME(recur_columns_backward)(const linear_recurrence_backward_args
   }
 }
 
-/* grad_h0 = a_0 u_0, the last step of the kernel. u: (lanes). */
+/* Stores grad_h0 = a_0 u_0 for the columns of an item, in the kernel's last step. u: (lanes). */
 ALWAYS_INLINE void NAME(store_grad_h0)(const linear_recurrence_backward_args *args,
                                        const scan_item_t *item, const ACC *u) {
   const scan_input a = NAME(input_part)(args->a, item);

@@ -1,13 +1,13 @@
-// Entry points of the scans on the GPU. scan_rows.cuh and scan_columns.cuh have the two kernels,
-// scan_math.cuh the arithmetic of each op, scan_tile.cuh the join of tiles, and scan_plan.h the
-// division of a scan into tiles.
+// Entry points of the scans on the GPU. The two kernels are in scan_rows.cuh and scan_columns.cuh,
+// the arithmetic of each op in scan_math.cuh, the join of tiles in scan_tile.cuh, and the division
+// of a scan into tiles in scan_plan.h.
 #include "scan/scan.h"
 #include "scan/scan_columns.cuh"
 #include "scan/scan_rows.cuh"
 
 namespace scans {
 
-// Whether every vector of `width` elements that a kernel accesses is aligned.
+// Returns whether every vector of `width` elements that a kernel accesses is aligned.
 template <typename T, typename Operand>
 static bool has_vectors(const Operand &at, int width, const scan_shape &shape, const Plan &plan) {
   bool has_outer = shape.outer == 1 || at.outer % width == 0;
@@ -21,7 +21,7 @@ static bool has_vectors(const Operand &at, int width, const scan_shape &shape, c
   return (at.step == 1 || at.step == -1) && has_outer && (address - back) % size == 0;
 }
 
-// The bytes of shared memory that a CTA may have on the current device.
+// Returns the bytes of shared memory that a CTA may have on the current device.
 static int shared_memory() {
   int device = 0, bytes = 0;
   if (cudaGetDevice(&device) == cudaSuccess) {
@@ -30,14 +30,15 @@ static int shared_memory() {
   return bytes;
 }
 
-// Bytes of dynamic shared memory, with the gaps of row_vector() and ColumnTile.
+// Returns the bytes of dynamic shared memory, including the gaps of row_vector() and ColumnTile.
 template <typename Op>
 static int dynamic_bytes(int vectors, bool is_rows) {
   const int gaps = is_rows ? THREADS * 16 : ColumnTile<Op>::GAPS;
   return Op::INPUTS * (vectors * THREADS * 16 + gaps);
 }
 
-// The most vectors per thread of columns. Devices with less shared memory than an H100 have fewer.
+// Returns the largest number of vectors per thread in columns. It is smaller on devices with less
+// shared memory than an H100.
 template <typename Op>
 static int column_vectors() {
   const int room = shared_memory() - static_cast<int>(sizeof(ColumnTable<Op>));
@@ -46,7 +47,8 @@ static int column_vectors() {
   return vectors;
 }
 
-// Where a row kernel does not fit (compute capability 7.5), the column kernel takes rows, too.
+// Returns the plan. If a row kernel does not fit into shared memory (compute capability 7.5), rows
+// are scanned by the kernel for columns.
 template <typename Op>
 static Plan plan_of(const scan_shape &shape) {
   const int room = shared_memory() - static_cast<int>(sizeof(RowTable<Op>));
@@ -61,20 +63,20 @@ static StateLayout layout_of(const scan_shape &shape, const Plan &plan) {
                       sizeof(typename Algebra::Part) / 4, sizeof(typename Algebra::State) / 4);
 }
 
-// Calls f with a zero of the type of the elements in memory, see Half.
+// Calls f with a zero of the type of the elements in memory. bfloat16 and float16 share Half.
 template <typename F>
 static cudaError_t with_element(dtype_t dtype, F &&f) {
   if (dtype == DTYPE_FLOAT64) return f(double{});
   return dtype == DTYPE_FLOAT32 ? f(float{}) : f(Half{});
 }
 
-// Calls f with the parameters of an op.
+// Calls f with default-initialised parameters of an op.
 template <template <typename> class Op, typename F>
 static cudaError_t with_params(const scan_shape &shape, F &&f) {
   return with_element(shape.dtype, [&](auto zero) { return f(Params<Op<decltype(zero)>>{}); });
 }
 
-// Adds one of the shape's jumps to Params::jumps.
+// Adds one of the shape's jumps to the table Params::jumps.
 static __global__ void add_jump(int64_t *jumps, const __grid_constant__ Plan plan, int operands,
                                 const __grid_constant__ scan_jump jump) {
   const int64_t group = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
@@ -84,7 +86,7 @@ static __global__ void add_jump(int64_t *jumps, const __grid_constant__ Plan pla
   }
 }
 
-// Fills in what all ops share and launches the kernel.
+// Sets the parameters that all ops share, and launches the kernel.
 template <typename Op>
 static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_input *in,
                           const scan_output *out, void *stream) {
@@ -106,8 +108,8 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
   const auto ctas = static_cast<unsigned>(p.plan.ctas);
   const int bytes = dynamic_bytes<Op>(p.plan.vectors * p.plan.repeats, p.plan.is_rows);
   const auto kernel = p.plan.is_rows ? scan_rows<Op> : scan_columns<Op>;
-  // The limit belongs to the kernel, so it is the same for all launches: another thread's smaller
-  // tile could lower it between this call and the launch.
+  // The limit belongs to the kernel and not to a launch, so it is the same for all launches.
+  // Otherwise another thread with a smaller tile could lower it between this call and the launch.
   const int most = p.plan.is_rows ? Op::ROW_VECTORS : column_vectors<Op>();
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            dynamic_bytes<Op>(most, p.plan.is_rows));

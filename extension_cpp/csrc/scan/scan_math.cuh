@@ -1,4 +1,4 @@
-// The algebra of the scans on the GPU, and what each op reads and writes at a step.
+// The algebra of the scans on the GPU, and the inputs and results of each op at a step.
 //
 // A Part summarises consecutive steps; join(before, after) is the Part of both. A State is the
 // running result of a line; apply(part, state) is the State after the steps of the Part.
@@ -29,16 +29,16 @@ struct Sum {
   static __device__ State apply(Part part, State state) { return join(state, part); }
 };
 
-// exp(a - b) for a <= b. If a > b by rounding, or both are the same infinity, the result is 1.
+// Returns exp(a - b) for a <= b, or 1 if a > b by rounding or both are the same infinity.
 template <typename A>
 __device__ inline A exp_difference(A a, A b) {
   return a >= b ? A(1) : exp(a - b);
 }
 
 // A Part of numbers x_k is {m, s}: m is the largest x_k, and s is the sum of exp(x_k - m) over the
-// others. The pair avoids the rounding of m + log(1 + s) at each join. s excludes the term of the
+// others. The pair avoids the rounding of m + log(1 + s) at each join. s leaves out the term of the
 // largest number, which is 1 and would hide small terms if m is near 0. An empty Part has s = -1. A
-// NaN makes s NaN and is ignored by m.
+// NaN makes s NaN but does not change m.
 template <typename A>
 struct LogSum {
   using Part = Words<A, 2>;
@@ -55,7 +55,7 @@ struct LogSum {
   static __device__ State apply(Part part, State state) { return join(state, part); }
 };
 
-// state = decay * state + value; a Part is {decay, value}.
+// The recurrence state = decay * state + value. A Part is {decay, value}.
 template <typename A>
 struct Linear {
   using Part = Words<A, 2>;
@@ -65,7 +65,7 @@ struct Linear {
   static __device__ Part join(Part before, Part after) {
     return {{before.v[0] * after.v[0], fma(after.v[0], before.v[1], after.v[1])}};
   }
-  // The decay of many steps may overflow to infinity. A state of 0 then must not become NaN.
+  // The decay of many steps may overflow to infinity. A state of 0 must not become NaN then.
   static __device__ State apply(Part part, State state) {
     const A x = state.v[0];
     return {{x == 0 && part.v[0] == part.v[0] ? part.v[1] : fma(part.v[0], x, part.v[1])}};
@@ -74,10 +74,11 @@ struct Linear {
 
 // ---- ops ----
 
-// part(in, is_first): the Part of one step. step(in, is_first, state, out): advances the state by
-// one step and sets its results. in[i] is input i at step + shift(i), or 0 outside the line.
-// ROW_VECTORS, COLUMN_VECTORS: 16-byte vectors per input and thread; of rows a power of two.
-// ROW_CTAS, COLUMN_CTAS: CTAs that the registers of an SM suffice for.
+// An op has these members. part(in, is_first) returns the Part of one step. step(in, is_first,
+// state, out) advances the state by one step and sets the results of the step. in[i] is input i at
+// step + shift(i), or 0 outside the line. ROW_VECTORS and COLUMN_VECTORS are the numbers of 16-byte
+// vectors per input and thread; that of rows is a power of two. ROW_CTAS and COLUMN_CTAS are the
+// numbers of CTAs for which the registers of an SM suffice.
 
 template <typename Element>
 struct Cumsum {
@@ -86,8 +87,8 @@ struct Cumsum {
   using Algebra = Sum<A>;
   static constexpr int INPUTS = 1, OUTPUTS = 1;
   static constexpr int ROW_VECTORS = 8, COLUMN_VECTORS = 8;
-  // 6 CTAs leave 40 registers per thread: too few for rows of doubles, and slower for columns with
-  // two lines per thread.
+  // With 6 CTAs, a thread has 40 registers. These are too few for rows of doubles, and they make
+  // columns with two lines per thread slower.
   static constexpr int ROW_CTAS = sizeof(T) == 8 ? 5 : 6, COLUMN_CTAS = sizeof(T) == 4 ? 6 : 5;
   static __device__ constexpr int shift(int) { return 0; }
   bool exclusive;
@@ -114,13 +115,13 @@ struct Logcumsumexp {
   }
 };
 
-// exp(x - y), the weight of x in the result y. A result of -inf depends on no element.
+// Returns exp(x - y), the weight of x in y, or 0 for y = -inf, which depends on no element.
 template <typename A>
 __device__ inline A weight_in(A x, A y) {
   return y == -INFINITY ? A(0) : exp_difference(x, y);
 }
 
-// Inputs: grad_out, x, y, and y of the step before.
+// The inputs are grad_out, x, y, and y of the step before.
 template <typename Element>
 struct LogcumsumexpBackward {
   using T = Element;
@@ -142,7 +143,7 @@ struct LogcumsumexpBackward {
   }
 };
 
-// Inputs: a, b.
+// The inputs are a and b.
 template <typename Element>
 struct Recurrence {
   using T = Element;
@@ -157,7 +158,7 @@ struct Recurrence {
   }
 };
 
-// Inputs: grad_h, a of the step before, h of the step after. Results: grad_a, grad_b.
+// Inputs: grad_h, a of the step before, and h of the step after. Results: grad_a and grad_b.
 template <typename Element>
 struct RecurrenceBackward {
   using T = Element;

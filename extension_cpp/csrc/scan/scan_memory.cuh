@@ -1,10 +1,10 @@
-// Shared by the two scan kernels on the GPU: parameters, loads and stores.
+// Parameters, loads and stores that the two scan kernels on the GPU share.
 //
 // Both kernels serve every op: scan_rows.cuh if steps are neighbours in memory, scan_columns.cuh if
-// lines are. A thread copies its vectors into shared memory asynchronously, which keeps many bytes
-// in flight with few registers. It computes the Part of its steps. The CTA joins the Parts into the
-// State before each thread's steps. The thread then passes over its steps again and writes the
-// results. So every element is read once and written once.
+// lines are. A thread first copies its vectors asynchronously into shared memory, which keeps many
+// bytes in flight with few registers. It then computes the Part of its steps. The CTA joins the
+// Parts into the State before each thread's steps. The thread passes over its steps again and
+// writes the results. Every element is thus read once and written once.
 #ifndef EXTENSION_CPP_SCAN_MEMORY_CUH
 #define EXTENSION_CPP_SCAN_MEMORY_CUH
 
@@ -15,7 +15,7 @@
 
 namespace scans {
 
-// The CTAs that an SM has threads for; ptxas warns of a kernel that asks for more.
+// The number of CTAs that an SM has threads for. ptxas warns if a kernel asks for more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int MAX_CTAS = 1024 / THREADS;
 #else
@@ -23,22 +23,22 @@ constexpr int MAX_CTAS = 1536 / THREADS;
 #endif
 
 template <typename T>
-constexpr int WIDTH = 16 / sizeof(T);  // elements of a vector
+constexpr int WIDTH = 16 / sizeof(T);  // elements in a vector
 
-// An element of type bfloat16 or float16, as Params::is_bfloat16 says: they share kernels, because
-// conversions are a small part of them.
+// An element of bfloat16 or float16; Params::is_bfloat16 says which. The two types share kernels,
+// because the conversions are a small part of the work.
 struct Half {
   uint16_t bits;
 };
 
 struct Operand {
   scan_input at;
-  bool is_vector;  // each vector of a tile is 16 aligned bytes
+  bool is_vector;  // whether each vector of a tile is 16 aligned bytes
 };
 
 struct Result {
   scan_output at;
-  bool is_vector;  // rows: as above; columns: the lines of a thread are one aligned word
+  bool is_vector;  // rows: as above; columns: a thread's lines are one aligned word
 };
 
 template <typename A, typename As>
@@ -61,20 +61,20 @@ struct Params {
   Op op;
   Operand in[Op::INPUTS];
   Result out[Op::OUTPUTS];
-  scan_input start;  // the state before the first step (outer, inner); NULL: Algebra::start()
-  scan_input after;  // value of an input with shift 1 after the last step (outer, inner); NULL: 0
-  scan_input decay;  // grad_start = decay * state, at the last step
-  scan_output grad_start;  // (outer, inner); NULL: none
+  scan_input start;  // state before the first step (outer, inner); NULL means Algebra::start()
+  scan_input after;  // an input with shift 1 after the last step (outer, inner); NULL means 0
+  scan_input decay;  // for grad_start = decay * state after the last step
+  scan_output grad_start;  // (outer, inner); NULL if not wanted
   int64_t length, inner;
-  bool is_bfloat16;  // what T = Half stands for
+  bool is_bfloat16;  // the type for which T = Half stands
   Plan plan;
   char *state;
   StateLayout layout;
-  const int64_t *jumps;  // before each group, in elements: (OPERANDS, plan.groups); NULL: none
+  const int64_t *jumps;  // of each group, in elements: (OPERANDS, plan.groups); NULL if none
 
-  static constexpr int OPERANDS = Op::INPUTS + 2 * Op::OUTPUTS;  // at most
+  static constexpr int OPERANDS = Op::INPUTS + 2 * Op::OUTPUTS;  // an upper bound
 
-  // Conversions between memory and the accumulation type.
+  // Conversions between elements in memory and the accumulation type.
   using T = typename Op::T;
   using A = typename Op::A;
   __device__ void unpack(A (&v)[WIDTH<T>], const uint4 &bits) const {
@@ -109,12 +109,12 @@ struct Params {
   }
 };
 
-// An outer index. All of a CTA are in one group (Plan::span).
+// An outer index and its group. All outer indices of a CTA are in one group (Plan::span).
 struct Outer {
   int64_t index, group;
 };
 
-// The offset of an element in an operand.
+// Returns the offset of an element in an operand.
 template <typename Op, typename At>
 __device__ inline int64_t offset(const Params<Op> &p, const At &at, const Outer &outer,
                                  int64_t step, int64_t i) {
@@ -135,12 +135,12 @@ __device__ inline typename Op::T *element(const Params<Op> &p, const scan_output
   return static_cast<typename Op::T *>(out.data) + offset(p, out, outer, step, i);
 }
 
-// `count` strides. A count of 32 bits takes fewer instructions than one of 64 bits.
+// Returns count * stride. With a count of 32 bits it takes fewer instructions than with 64 bits.
 __device__ inline int64_t strides(int count, int64_t stride) {
   return static_cast<int64_t>(static_cast<unsigned>(count)) * stride;
 }
 
-// The vectors that the CTA has copied, in dynamic shared memory.
+// The vectors that the CTA has copied into dynamic shared memory.
 extern __shared__ uint4 held[];
 
 // Copies 16 bytes, or zeros if `is_there` is false. The hint makes the L2 read whole lines of 128
@@ -161,7 +161,8 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
-// Whether each vector is copied whole or lies behind the end. `size`: elements along the vectors.
+// Returns whether each vector is copied whole or outside the tensor. `size` counts elements along
+// vectors.
 template <typename Op>
 __device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
   bool all = size % WIDTH<typename Op::T> == 0;
@@ -170,7 +171,7 @@ __device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
   return all;
 }
 
-// Loads `count` elements from p on, `stride` apart; the rest of the vector is 0.
+// Loads `count` elements from p on, `stride` apart. The rest of the vector is 0.
 template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {
   T v[WIDTH<T>];
@@ -191,7 +192,7 @@ __device__ inline void scatter(T *p, int64_t stride, int64_t count, const uint4 
   }
 }
 
-// Writes N neighbouring lines at one step.
+// Writes one step of N neighbouring lines.
 template <typename T, int N>
 __device__ inline void put_word(const Result &out, T *to, int64_t count, const Vector<T, N> &word) {
   if (N == 1 || (out.is_vector && count >= N)) {
@@ -216,7 +217,7 @@ __device__ inline void reverse(A (&v)[N]) {
   }
 }
 
-// is_line: whether there is such a line.
+// Returns the state before the first step of a line. is_line says whether the line exists.
 template <typename Op>
 __device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, bool is_line,
                                                           const Outer &outer, int64_t i) {
@@ -232,7 +233,7 @@ __device__ inline typename Op::T after_last(const Params<Op> &p, const Outer &ou
   return p.after.data == nullptr ? T{} : *element(p, p.after, outer, 0, i);
 }
 
-// Writes the gradient of the state before a line, from `state` after the kernel's last step.
+// Writes the gradient of the state before a line. `state` is that after the kernel's last step.
 template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, const Outer &outer, int64_t i,
                                       typename Op::Algebra::State state) {

@@ -1,9 +1,11 @@
-// How a scan on the GPU is divided into tiles. Host code, whose constants the kernels use, too.
+// How a scan on the GPU is divided into tiles. This is host code; the kernels use its constants,
+// too.
 //
-// A line is one scan. Lines are rows if inner = 1: the steps of a line are neighbours in memory.
-// Else lines are columns: the neighbours of a step belong to other lines. A tile is the work of one
-// CTA: some steps of some lines. The number of steps per tile depends on the length of a line
-// alone, so the order of a line's operations does not depend on the other lines (batch-invariant).
+// A line is one scan. If inner = 1, lines are rows: the steps of a line are neighbours in memory.
+// If inner > 1, lines are columns: the neighbours of a step belong to other lines. A tile is the
+// work of one CTA, which consists of some steps of some lines. The number of steps in a tile
+// depends only on the length of a line. The order of a line's operations is therefore independent
+// of the other lines (batch-invariant).
 #ifndef EXTENSION_CPP_SCAN_PLAN_H
 #define EXTENSION_CPP_SCAN_PLAN_H
 
@@ -16,42 +18,43 @@
 namespace scans {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int FAN = 32;  // tiles per group, and groups per block, in the tree of scan_tile.cuh
+constexpr int FAN = 32;  // number of tiles in a group, and of groups in a block (scan_tile.cuh)
 
 // ---- columns ----
 
-constexpr int MIN_VECTORS = 4;  // a tile is at least 64 bytes wide
-// Neighbouring lines of a thread, in one word of 4 bytes (float64: 8). A vector has `width`
-// elements.
+constexpr int MIN_VECTORS = 4;  // vectors along inner in the narrowest tile, which is 64 bytes wide
+// Returns how many neighbouring lines a thread scans: as many as fit into a word of 4 bytes (8 for
+// float64). `width` is the number of elements in a 16-byte vector.
 constexpr int lines_of(int width) { return width == 8 ? 2 : 1; }
-// The segments and lines of the narrowest tile. Lines with several tiles use this tile.
+// The number of segments and of lines in the narrowest tile, which lines of several tiles use.
 constexpr int max_segments(int width) { return THREADS / (MIN_VECTORS * width / lines_of(width)); }
 constexpr int min_columns(int width) { return MIN_VECTORS * width; }
-// Fewer CTAs than this could leave SMs without work.
+// With fewer CTAs than this, some SMs could be without work.
 constexpr int MANY_CTAS = 1024;
 
 struct Plan {
   bool is_rows;
-  int vectors;        // per input and thread; columns: of one strip
+  int vectors;        // per input and thread; in columns for one strip
   int lanes;          // rows: threads of a warp that share a row; columns: threads along inner
-  int segments;       // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
+  int segments;       // rows: warps per row, or 0 if lanes < 32; columns: THREADS / lanes
   int columns;        // lines of a tile whose segments are joined in shared memory
   int row_vectors;    // rows: vectors of a row in a tile, a power of two
-  int row_shift;      // its logarithm
-  int rows;           // rows per CTA; columns: 1
-  int run;            // columns: steps of a thread
-  int repeats;        // columns: strips of short lines that a CTA scans, one after the other
-  int64_t steps;      // per tile
-  int64_t tiles;      // per line
-  int64_t strips;     // columns: CTAs along inner; rows: 1
-  int64_t span;       // outer indices of a group: between two jumps (scan.h)
-  int64_t groups;     // the number of groups of outer indices
-  int64_t per_group;  // CTAs that have the same steps of the lines of a group
+  int row_shift;      // log2(row_vectors)
+  int rows;           // rows: number of rows per CTA; columns: 1
+  int run;            // columns: number of steps that a thread scans
+  int repeats;        // columns: strips of short lines that a CTA scans one after the other
+  int64_t steps;      // number of steps per tile
+  int64_t tiles;      // number of tiles per line
+  int64_t strips;     // columns: number of CTAs along inner; rows: 1
+  int64_t span;       // number of outer indices between two jumps (scan.h), which form a group
+  int64_t groups;     // number of groups of outer indices
+  int64_t per_group;  // number of CTAs that scan the same steps of the lines of a group
   int64_t ctas;
 };
 
-// A vector has `width` elements. In rows a thread has neighbouring vectors of a row. In columns it
-// has a run of steps of lines_of(width) lines. row_vectors 0: rows are taken as columns.
+// Picks the plan. A vector has `width` elements. In rows, a thread scans neighbouring vectors of a
+// row. In columns, it scans a run of steps of lines_of(width) lines. If row_vectors is 0, rows are
+// scanned by the kernel for columns.
 inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column_vectors) {
   Plan plan{};
   plan.is_rows = shape.inner == 1 && row_vectors > 0;
@@ -59,7 +62,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
   plan.vectors = vectors;
   plan.strips = plan.tiles = plan.rows = plan.lanes = plan.row_vectors = plan.repeats = 1;
   if (plan.is_rows) {
-    const int most = THREADS * vectors;  // vectors of a CTA
+    const int most = THREADS * vectors;  // vectors per CTA
     while (plan.row_vectors < most && plan.row_vectors * width < shape.length) {
       plan.row_vectors *= 2;
       ++plan.row_shift;
@@ -73,9 +76,10 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
       plan.columns = plan.rows;
     }
   } else {
-    // Short lines have more threads side by side and fewer segments, as long as a line fits in one
-    // tile. The number of lines has no influence, because segments fix the order of the joins.
-    const int steps = width / lines_of(width);  // the steps of a thread's vector
+    // If a line fits into one tile, a tile of shorter lines has more threads side by side and fewer
+    // segments. The number of lines must not matter, because segments determine the order of the
+    // joins.
+    const int steps = width / lines_of(width);  // steps in a thread's vector
     plan.lanes = MIN_VECTORS * steps;
     while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors * steps >= shape.length) {
       plan.lanes *= 2;
@@ -86,7 +90,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     plan.run = plan.vectors * steps;
     plan.steps = plan.segments * plan.run;
     plan.tiles = ceil_div(shape.length, plan.steps);
-    // A CTA of one strip of short lines would have few bytes in flight.
+    // With one strip of short lines, a CTA would have few bytes in flight. It scans several.
     const auto strips = [&](int repeats) { return ceil_div(shape.inner, plan.columns * repeats); };
     while (plan.segments == 1 && 2 * plan.repeats * plan.vectors <= vectors &&
            strips(plan.repeats) > 1 && shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {
@@ -104,16 +108,17 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
   return plan;
 }
 
-// ---- what tiles publish, and jumps ----
+// ---- the memory in which tiles publish, and jumps ----
 
-// The layout of scan_shape.state. Tiles publish nothing if a line is one tile.
+// The layout of scan_shape.state. If a line is a single tile, nothing is published.
 struct StateLayout {
-  int64_t group_count, block_count;      // per line
-  int64_t groups, blocks, jumps, bytes;  // offsets in bytes; the tiles' array is at 0
+  int64_t group_count, block_count;      // numbers of groups and blocks per line
+  int64_t groups, blocks, jumps, bytes;  // offsets in bytes; the array of the tiles is at 0
 };
 
-// `operands`: those in the table of jumps, 0 if none jumps. `words` and `state_words`: the 64-bit
-// words of a Part and of a State of one line, one for each 32-bit piece.
+// Computes the layout. `operands` is the number of operands in the table of jumps, or 0 without
+// jumps. `words` and `state_words` are the 32-bit pieces of a Part and a State. Each takes a 64-bit
+// word.
 inline StateLayout state_layout(const Plan &plan, int64_t outer, int64_t operands, int64_t words,
                                 int64_t state_words) {
   StateLayout layout{};

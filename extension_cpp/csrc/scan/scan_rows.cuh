@@ -1,4 +1,4 @@
-// Scans over rows on the GPU (inner = 1): neighbouring steps are neighbours in memory.
+// Scans over rows on the GPU (inner = 1), where neighbouring steps are neighbours in memory.
 #ifndef EXTENSION_CPP_SCAN_ROWS_CUH
 #define EXTENSION_CPP_SCAN_ROWS_CUH
 
@@ -6,9 +6,9 @@
 
 namespace scans {
 
-// A thread scans a run of ROW_VECTORS neighbouring vectors. The lanes of a warp copy neighbouring
-// vectors, so that the loads are coalesced. Vector w of the warp lies at w + w / ROW_VECTORS, so
-// that runs begin in different banks.
+// Returns vector w of the warp for input i, in shared memory. A thread scans a run of ROW_VECTORS
+// neighbouring vectors. The lanes of a warp copy neighbouring vectors, so that the loads are
+// coalesced. Vector w is at index w + w / ROW_VECTORS, so that runs begin in different banks.
 template <typename Op>
 __device__ inline uint4 &row_vector(int i, int w) {
   constexpr int WARP = 32 * (Op::ROW_VECTORS + 1);
@@ -22,12 +22,13 @@ struct RowTile {
   static constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
   const Params<Op> &p;
   Outer first_row;
-  int64_t number, first_step;  // the tile's number in its rows, and its first step
+  int64_t number, first_step;  // index of the tile in its rows, and its first step
   int rows;
-  int steps;  // to the end of the rows, but at most one more than a tile has
+  int steps;  // steps from first_step to the end of the rows, at most one more than a tile has
 
-  // CTAs are numbered so that the first tiles of all rows come before any second tile. So most of
-  // what a tile waits for is ready. There are at most 2^31 - 1 CTAs, so 32-bit divisions suffice.
+  // CTAs are numbered so that the first tiles of all rows come before the second tiles. Most tiles
+  // that a tile waits for are then done. There are at most 2^31 - 1 CTAs, so 32-bit divisions
+  // suffice.
   __device__ explicit RowTile(const Params<Op> &p) : p(p) {
     const auto per_group = static_cast<unsigned>(p.plan.per_group);
     const unsigned group = blockIdx.x / per_group, in_group = blockIdx.x % per_group;
@@ -41,20 +42,20 @@ struct RowTile {
     steps = static_cast<int>(min(p.length - first_step, p.plan.steps + 1));
   }
 
-  // Steps of a row: row number `row` of the CTA, from step `step` of the tile on.
+  // A position in the tile: row number `row` of the CTA, and step `step` of the tile.
   struct Place {
-    int row, step, count;  // count: the steps from there on, 0 if there are none
+    int row, step, count;  // count is the number of steps from there on, 0 if there are none
   };
-  // The steps of vector number w of the warp.
+  // Returns the place of vector w of the warp.
   __device__ Place place(int w) const {
-    const int vector = threadIdx.x / 32 * (32 * K) + w;  // of the CTA
+    const int vector = threadIdx.x / 32 * (32 * K) + w;  // index in the CTA
     const int row = vector >> p.plan.row_shift, step = (vector & (p.plan.row_vectors - 1)) * N;
     return {row, step, row < rows ? max(steps - step, 0) : 0};
   }
 
   __device__ Outer row(int number) const { return {first_row.index + number, first_row.group}; }
 
-  // The offset of a place in an operand from the CTA's first step.
+  // Returns the offset of a place in an operand, relative to the CTA's first step.
   template <typename At>
   static __device__ int64_t offset(const At &at, const Place &place) {
     return strides(place.row, at.outer) + strides(place.step, at.step);
@@ -81,7 +82,7 @@ struct RowTile {
     }
   }
 
-  // Gathers the vectors that copy() does not copy, in the order of the steps.
+  // Gathers the elements of vectors that copy() cannot copy, in the order of the steps.
   __device__ void gather_rest() const {
 #pragma unroll 1
     for (int k = 0; k < K; ++k) {
@@ -136,9 +137,9 @@ struct Run {
   static constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
   const Params<Op> &p;
   const RowTile<Op> &tile;
-  const int first, vectors;        // the run's first vector in the warp; its vectors per row
-  typename RowTile<Op>::Place at;  // the place of the first vector in the row
-  A edges[Op::INPUTS];  // inputs with a shift: the value before or after the run in its row
+  const int first, vectors;        // the run's first vector in the warp; the run's vectors per row
+  typename RowTile<Op>::Place at;  // place of the run's first vector in the row
+  A edges[Op::INPUTS];  // for inputs with a shift: the value before or after the run in its row
 
   __device__ explicit Run(const RowTile<Op> &tile)
       : p(tile.p),
@@ -162,13 +163,14 @@ struct Run {
     }
   }
 
-  // Vector k of input i in the order of the steps. It is vector `in_row` of the run in its row.
+  // Loads vector k of the run for input i, in the order of the steps. It is vector `in_row` of the
+  // run's part of the row.
   __device__ void get(A (&v)[N], int i, int k, int in_row) const {
     p.unpack(v, row_vector<Op>(i, first + k));
     if (p.in[i].is_vector && p.in[i].at.step < 0 && at.count >= (in_row + 1) * N) reverse(v);
   }
 
-  // The same at step + Op::shift(i). `before` is the value before the vector, and is updated.
+  // Does the same at step + Op::shift(i). `before` is the value before the vector, and is updated.
   __device__ void get_shifted(A (&v)[N], int i, int k, int in_row, A &before) const {
     get(v, i, k, in_row);
     if (Op::shift(i) < 0) {
@@ -188,7 +190,7 @@ struct Run {
   }
 
   // Calls begin_row() before the first vector of each row, f(inputs, is_first, is_last, j) for step
-  // j of a vector (is_first, is_last: in its row), and after_vector(k) after vector k.
+  // j of a vector, and after_vector(k) after vector k. is_first and is_last refer to the row.
   template <typename B, typename F, typename G>
   __device__ void for_each_step(B &&begin_row, F &&f, G &&after_vector) {
     A before[Op::INPUTS];
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, MAX_CTAS))
   const Plan &plan = p.plan;
   const RowTile<Op> tile(p);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // The state before row number `row` of the CTA.
+  // Returns the state before the first step of row `row` of the CTA.
   const auto start = [&](int row) { return start_state(p, row < tile.rows, tile.row(row), 0); };
   tile.copy();
   Run<Op> run(tile);
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, MAX_CTAS))
   if (!has_whole_vectors(p, p.length)) tile.gather_rest();
   __syncwarp();
   Part all = Algebra::identity(),
-       before = all;  // the run's total; the total of earlier lanes in the row
+       before = all;  // the total of the run, and the total of earlier lanes in the row
   if (plan.lanes > 1) {
     bool is_begun = false;
     run.for_each_step([] {},
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, MAX_CTAS))
           put_grad_start(p, tile.row(run.at.row), 0, state);
         }
       },
-      [&](int k) {  // the results replace the inputs
+      [&](int k) {  // the results replace the inputs in shared memory
 #pragma unroll
         for (int o = 0; o < Op::OUTPUTS; ++o) {
           row_vector<Op>(o, run.first + k) = p.pack(results[o]);

@@ -19,7 +19,8 @@ ScanView::ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype)
                    [&](int64_t a, int64_t b) { return like.stride(a) > like.stride(b); });
 }
 
-// The strides of x, broadcast to the result's shape. !has_dim: the scanned dimension has stride 0.
+// Returns the strides of x, broadcast to the result's shape. Without has_dim, x lacks the scanned
+// dimension, whose stride is then 0.
 std::vector<int64_t> ScanView::strides_of(const Tensor &x, bool has_dim) const {
   std::vector<int64_t> strides(sizes_.size(), 0);
   int64_t d = static_cast<int64_t>(sizes_.size()) - 1;
@@ -30,14 +31,14 @@ std::vector<int64_t> ScanView::strides_of(const Tensor &x, bool has_dim) const {
   return strides;
 }
 
-// The element at which a scan begins: the last step if it runs backward.
+// Returns the address at which a scan begins. In reverse (step < 0) this is the last step.
 const void *ScanView::first_step(const Tensor &x, int64_t step) const {
   const auto size = static_cast<int64_t>(x.element_size());
   return static_cast<const char *>(x.const_data_ptr()) +
          (step < 0 ? (1 - sizes_[dim_]) * step * size : 0);
 }
 
-// Whether in every operand one stride steps through two neighbouring dimensions.
+// Returns whether one stride steps through both of two neighbouring dimensions, in every operand.
 bool ScanView::has_one_stride(int64_t outside, int64_t inside) const {
   return std::all_of(operands_.begin(), operands_.end(), [&](const Operand &operand) {
     return operand.strides[outside] == sizes_[inside] * operand.strides[inside];
@@ -52,7 +53,7 @@ scan_shape ScanView::divide() {
     if (shape.inner > 1 && !has_one_stride(d, order_[outer_dims])) break;
     shape.inner *= sizes_[d];
   }
-  // Neighbouring dimensions that one stride steps through: their joint size, and the innermost one.
+  // Neighbouring dimensions that one stride steps through: their total size, and the innermost one.
   struct Run {
     int64_t size, d;
   };
@@ -65,8 +66,8 @@ scan_shape ScanView::divide() {
       runs.push_back({sizes_[d], d});
     }
   }
-  // The longest run becomes the innermost, so that jumps are rare: the rows that a CTA scans lie
-  // between two (scan_plan.h).
+  // The longest run becomes the innermost, so that jumps are rare. A CTA scans rows between two
+  // jumps.
   auto longest = runs.begin();
   for (auto run = longest; run != runs.end(); ++run) {
     if (run->size >= longest->size) longest = run;
@@ -94,8 +95,8 @@ scan_shape ScanView::divide() {
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // Every thread gets the same number of tiles. A tile's width is a multiple of 64 elements, and as
-  // large as SCAN_TILE allows: the rows of a wide tile are long runs of memory.
+  // Every thread gets the same number of tiles. The width of a tile is a multiple of 64 elements,
+  // and as large as SCAN_TILE allows, because then long runs of memory are read.
   const int64_t columns = shape.outer * shape.inner;
   const int64_t tiles = ceil_div(ceil_div(columns, int64_t{SCAN_TILE}), threads) * threads;
   const int64_t share = ceil_div(columns, std::max<int64_t>(tiles, 1));

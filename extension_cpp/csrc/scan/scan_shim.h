@@ -1,4 +1,4 @@
-// Views of tensors as (outer, length, inner) with any strides, for the scans' shims.
+// Views of tensors as (outer, length, inner) with any strides, for the shims of the scans.
 #ifndef EXTENSION_CPP_SCAN_SHIM_H
 #define EXTENSION_CPP_SCAN_SHIM_H
 
@@ -9,16 +9,16 @@
 
 namespace extension_cpp::scan {
 
-// Divides the dimensions of a dense result, without the scanned one, into `outer` and `inner`, so
-// that a kernel reads and writes all operands in place. `inner` are the dimensions with smaller
-// strides than the scanned one that a single stride steps through in each operand (0 if it is
-// broadcast). The others are `outer`, with jumps where they have no single stride.
+// Divides the dimensions of a dense result, except the scanned one, into `outer` and `inner`. A
+// kernel can then read and write all operands in place. `inner` consists of dimensions with smaller
+// strides than the scanned one. A single stride must step through them in each operand (0 if it is
+// broadcast). The other dimensions form `outer`, with jumps where they have no single stride.
 class ScanView {
  public:
-  // `like` is dense and has elements; dim is an index from 0.
+  // `like` must be dense and have elements. dim is an index from 0.
   ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype);
 
-  // Adds an operand, which broadcasts to the result's shape; has_dim: it has the scanned dimension.
+  // Adds an operand that broadcasts to the result's shape. has_dim: x has the scanned dimension.
   template <typename Operand>
   void add(const Tensor &x, Operand *operand, bool has_dim = true) {
     operands_.push_back({strides_of(x, has_dim), &operand->outer, &operand->inner});
@@ -27,8 +27,8 @@ class ScanView {
     operand->index = static_cast<int64_t>(operands_.size()) - 1;
   }
 
-  // Sets the strides `outer` and `inner` of the operands, after all were added. The view holds the
-  // jumps of the shape.
+  // Sets the strides `outer` and `inner` of all operands, and returns the shape. Call it after all
+  // operands were added. The view owns the jumps of the shape.
   scan_shape divide();
 
  private:
@@ -41,9 +41,9 @@ class ScanView {
   const void *first_step(const Tensor &x, int64_t step) const;
   bool has_one_stride(int64_t outside, int64_t inside) const;
 
-  std::vector<int64_t> sizes_;  // of the result; a 0-d one has one dimension here
-  std::vector<int64_t> order_;  // dimensions but the scanned one, the outermost in memory first
-  size_t outside_ = 0;          // how many of them have larger strides than the scanned one
+  std::vector<int64_t> sizes_;  // sizes of the result; a 0-d result has one dimension here
+  std::vector<int64_t> order_;  // all dimensions but the scanned one, the outermost in memory first
+  size_t outside_ = 0;          // how many of these have larger strides than the scanned one
   int64_t dim_;
   bool reverse_;
   dtype_t dtype_;
@@ -51,8 +51,8 @@ class ScanView {
   std::vector<scan_jump> jumps_;
 };
 
-// A kernel and its helpers: `totals` computes the totals of parts on the CPU, if there are too few
-// lines for the threads; `state_bytes` returns the size of the state on CUDA.
+// A kernel and its helpers. `totals` computes the totals of parts on the CPU, if there are fewer
+// work items than threads. `state_bytes` returns the size of the state on CUDA.
 template <typename Args>
 struct ScanKernels {
   Kernel<Args> kernel;
@@ -70,10 +70,10 @@ struct ScanKernels {
 // Chooses the width of a work item and the number of parts of a line. `totals` is NULL.
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps);
 
-// The fewest CPU work items per thread, with `bytes` bytes of traffic per element.
+// Returns the smallest number of CPU work items per thread. `bytes` is the traffic per element.
 int64_t scan_grain(const scan_shape &shape, const scan_cpu_plan &plan, int64_t bytes);
 
-// `steps` is the number of steps that the CPU kernel scans, and `bytes` the traffic per element.
+// Launches a scan. `steps` is how many steps the CPU scans, `bytes` the traffic per element.
 template <typename Args>
 void launch_scan(const char *op, const ScanKernels<Args> &kernels, Args &args, const Tensor &x,
                  int64_t steps, int64_t bytes) {

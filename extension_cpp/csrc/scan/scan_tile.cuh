@@ -2,10 +2,10 @@
 //
 // FAN tiles form a group, and FAN groups form a block. A tile publishes the Part of its steps as
 // soon as it has read them. The last tile of a group publishes the Part of the group instead, and
-// the last tile of a block the State at its end. So a tile depends on up to FAN - 1 tiles of its
-// group, up to FAN - 1 groups of its block, and the State of the block before. The warps share
-// these values and join them in a fixed tree. Plain decoupled look-back joins whatever is published
-// at that moment, so its rounding differs from run to run.
+// the last tile of a block the State at its end. A tile thus depends on up to FAN - 1 tiles of its
+// group, up to FAN - 1 groups of its block, and the State of the block before. The warps divide
+// these values among them and join them in a fixed tree. (Plain decoupled look-back joins whatever
+// is published at that moment, so its rounding differs from run to run.)
 //
 // A tile waits only for CTAs with lower indices. The GPU starts CTAs in the order of their indices
 // (CUB's scans assume this, too), so these CTAs are already running.
@@ -19,8 +19,8 @@
 
 namespace scans {
 
-// One 64-bit store publishes a 32-bit piece of a value in the lower half and 1, as a flag, in the
-// upper half. Data and flag arrive together, so no fence is needed.
+// Publishes a 32-bit piece of a value. One 64-bit store writes the piece in the lower half and 1,
+// as a flag, in the upper half. Data and flag arrive together, so no fence is needed.
 __device__ inline void publish(uint64_t *word, uint32_t piece) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(uint64_t{1} << 32 | piece)
                : "memory");
@@ -32,8 +32,8 @@ __device__ inline uint64_t look(const uint64_t *word) {
   return value;
 }
 
-// Published Parts or States of one line (columns: of a strip of lines), as words of shape (index,
-// piece, columns).
+// The published Parts or States of one line, or of a strip of lines in columns. The words have
+// shape (index, piece, columns).
 template <typename Value>
 struct Published {
   static constexpr int PIECES = sizeof(Value) / 4;
@@ -49,7 +49,7 @@ struct Published {
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) publish(at(index, i, column), pieces[i]);
   }
-  // Polls a value once and does not wait, so that several loads are in flight.
+  // Reads a value once and does not wait for it, so that several loads are in flight.
   __device__ void look_for(uint64_t (&found)[PIECES], int64_t index, int column) const {
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) found[i] = look(at(index, i, column));
@@ -99,8 +99,8 @@ __device__ inline Words<A, WORDS> of_lane(Words<A, WORDS> part, int lane) {
   return part;
 }
 
-// The join of the Parts of the lanes before this one, in its group of `lanes`. Replaces `all`, the
-// Part of this lane, by the join of all lanes up to this one.
+// Returns the join of the Parts of the lanes before this one, in its group of `lanes` lanes.
+// Replaces `all`, the Part of this lane, by the join of all lanes up to this one.
 template <typename Algebra>
 __device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &all, int lanes) {
   const int lane = threadIdx.x % lanes;
@@ -116,16 +116,16 @@ __device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &al
 
 // ---- look-back ----
 
-// Where the tiles of COLUMNS neighbouring lines publish (rows: of one line), and what tile `tile`
-// waits for. A warp reads values of AT_ONCE tiles at once, one line per lane.
+// The memory in which the tiles of COLUMNS neighbouring lines publish (1 in rows), and the values
+// that tile `tile` waits for. A warp reads values of AT_ONCE tiles at once, one line per lane.
 template <typename Algebra, int COLUMNS>
 struct LookBack {
   using Part = typename Algebra::Part;
   using State = typename Algebra::State;
   static constexpr int AT_ONCE = 32 / COLUMNS;
-  static constexpr int SHARE = std::max(1, FAN / (WARPS * AT_ONCE));  // tiles of a lane
+  static constexpr int SHARE = std::max(1, FAN / (WARPS * AT_ONCE));  // tiles per lane
   static constexpr int PER_WARP = AT_ONCE * SHARE;
-  static constexpr int USED = std::max(1, FAN / PER_WARP);  // warps
+  static constexpr int USED = std::max(1, FAN / PER_WARP);  // number of warps that read tiles
   Published<Part> tiles, groups;
   Published<State> blocks;
   int64_t tile, group, block;
@@ -146,12 +146,12 @@ struct LookBack {
     blocks = {words(layout.blocks, layout.block_count * blocks.PIECES), COLUMNS};
   }
 
-  // What a warp joins of `count` published values, from number `first` on. The constructor polls
-  // each value once, so that all loads are in flight.
+  // The values that one warp joins, among `count` published values from number `first` on. The
+  // constructor reads each value once without waiting, so that all loads are in flight.
   struct Share {
     const Published<Part> &from;
     int64_t first;
-    int count, column;  // of this lane
+    int count, column;  // for this lane
     uint64_t found[SHARE][Published<Part>::PIECES];
 
     __device__ Share(const Published<Part> &from, int64_t first, int count)
@@ -164,7 +164,7 @@ struct LookBack {
         if (k < this->count) from.look_for(found[k], this->first + k, column);
       }
     }
-    // Waits for the values. The first COLUMNS lanes get the joins.
+    // Waits for the values and joins them. The first COLUMNS lanes get the results.
     __device__ Part join() {
       Part all = Algebra::identity();
 #pragma unroll
@@ -186,16 +186,16 @@ struct LookBack {
 // ---- the segments of a tile ----
 
 // A table (segments, columns) of the Parts of a tile's segments. join_segments() replaces each Part
-// by the join of the segments before it, and put_states() stores the State before the tile with the
-// first segment. A gap after each segment puts the segments of a column into different banks.
-// COLUMNS: the lines of a tile, if a line has several tiles.
+// by the join of the segments before it. put_states() stores the State before the tile in the entry
+// of the first segment. A gap after each segment puts the segments of a column into different
+// banks. COLUMNS is the number of lines in a tile, if a line has several tiles.
 template <typename Algebra, typename A, int SIZE, int COLUMNS>
 struct Table {
   using Part = typename Algebra::Part;
   using State = typename Algebra::State;
   using Look = LookBack<Algebra, COLUMNS>;
   A parts[Part::WORDS][SIZE];
-  Part shares[Look::USED][COLUMNS];  // look_back()
+  Part shares[Look::USED][COLUMNS];  // used by look_back()
 
   static __device__ int place(int segment, int columns, int c) {
     return segment * (columns + 1) + c;
@@ -240,8 +240,8 @@ struct Table {
     __syncthreads();
   }
 
-  // Replaces the entry of the first segment by the State before the tile. start(c) is the State
-  // before line c.
+  // Replaces the entry of the first segment by the State before the tile. start(c) returns the
+  // State before the first step of line c.
   template <typename F>
   __device__ void put_states(char *state, const StateLayout &layout, const Plan &plan, int64_t line,
                              int64_t tile, F &&start) {
@@ -253,9 +253,9 @@ struct Table {
     __syncthreads();
   }
 
-  // put_states() of a line that has several tiles. Each warp joins its share of the tiles before
-  // this one, and the first warp joins the shares; then the groups. A group is published before the
-  // wait for other groups, so that it waits for its own tiles alone.
+  // Does put_states() for a line that has several tiles. Each warp joins its share of the tiles
+  // before this one, and the first warp joins the shares. The same is then done for groups. A group
+  // is published before the wait for other groups, so that it waits only for its own tiles.
   template <typename F>
   __device__ void look_back(const Look &at, F &&start) {
     const int warp = threadIdx.x / 32, c = threadIdx.x % 32;
@@ -300,7 +300,7 @@ struct Table {
     return all;
   }
 
-  // The State before a segment.
+  // Returns the State before a segment.
   __device__ State state(int segment, int columns, int c) const {
     const auto before = get<State>(c);
     return segment == 0 ? before : Algebra::apply(get(place(segment, columns, c)), before);

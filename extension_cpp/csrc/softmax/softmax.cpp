@@ -1,5 +1,5 @@
-// softmax and log_softmax: schemas, checks, allocation and registration. softmax.h has the kernels'
-// contract.
+// softmax and log_softmax: schemas, checks, allocation and registration. softmax.h has the
+// formulas.
 #include "softmax/softmax.h"
 
 #include <algorithm>
@@ -8,19 +8,20 @@
 
 namespace extension_cpp::softmax {
 
-// The kernels' view of a dense tensor, for any order of its dimensions in memory.
+// A dense tensor as the kernels see it, whatever the order of its dimensions in memory.
 struct Shape {
   int64_t outer, cols, inner;
 };
 
-// x is dense and has elements.
+// x must be dense and have elements.
 static Shape shape_of(const Tensor &x, int64_t dim) {
   if (x.dim() == 0 || x.size(dim) == 1) return {x.numel(), 1, 1};
   const int64_t cols = x.size(dim), inner = x.stride(dim);
   return {x.numel() / (cols * inner), cols, inner};
 }
 
-// The fewest items per CPU thread: only 16 KiB of traffic, because exp takes most of the time.
+// Returns the smallest number of work items per CPU thread. It amounts to only 16 KiB of memory
+// traffic, because exp takes most of the time.
 static int64_t grain(const Shape &shape, int64_t element_size) {
   const int64_t width = std::min<int64_t>(shape.inner, SOFTMAX_TILE);
   return ceil_div(16 << 10, 2 * shape.cols * width * element_size);

@@ -4,11 +4,11 @@
  * x, y, grad_out, grad_x  (outer, cols, inner), contiguous, of type dtype, at any address valid for
  *   that type. The maximum and the sums run over cols. y may be x, and grad_x may be grad_out or y;
  *   otherwise they do not overlap.
- * Any size may exceed 2^31; a call with no element is not launched. NaN or +inf makes all results
- * of the same (outer, inner) NaN; -inf gives 0 (log: -inf); if all are -inf, all results are NaN.
- * Computed in float (float64: double) and rounded once. Run-to-run deterministic, and
- * batch-invariant at equal alignment: the result does not depend on the number of threads, on the
- * instruction set (with FMA), or on outer.
+ * Any size may exceed 2^31. A call without elements is not launched. NaN or +inf makes all results
+ * of the same (outer, inner) NaN. -inf gives 0 (-inf in log_softmax), but if all elements are -inf,
+ * all results are NaN. Results are computed in float (double for float64) and rounded once. They
+ * are run-to-run deterministic, and batch-invariant at equal alignment: they do not depend on the
+ * number of threads, on the instruction set (if it has FMA), or on outer.
  * Source: PyTorch's definition, torch.nn.functional.softmax and log_softmax. */
 #ifndef EXTENSION_CPP_SOFTMAX_H
 #define EXTENSION_CPP_SOFTMAX_H
@@ -39,7 +39,7 @@ typedef struct {
   int is_log;
 } softmax_backward_args;
 
-/* On the CPU an item is a row, or with inner > 1 a tile of SOFTMAX_TILE of the inner elements. */
+/* A CPU work item is a row or, if inner > 1, a tile of SOFTMAX_TILE inner elements. */
 enum { SOFTMAX_TILE = 128 };
 static inline int64_t softmax_items(int64_t outer, int64_t inner) {
   return outer * ceil_div(inner, SOFTMAX_TILE);

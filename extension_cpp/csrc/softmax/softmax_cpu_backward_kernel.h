@@ -1,6 +1,6 @@
 /* Backward of softmax and log_softmax. softmax_cpu_kernel.h includes this file at its end. */
 
-/* Adds grad_out * y to `sum`; for log_softmax, adds grad_out. */
+/* Adds grad_out * y to `sum`. For log_softmax it adds grad_out. */
 ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, const T *y, int n,
                                        int is_log) {
   ACC g[BLOCK], v[BLOCK];
@@ -13,7 +13,8 @@ ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, con
   }
 }
 
-/* The same for the last n elements of a row. `whole`: BLOCK elements lie before its end. */
+/* Does the same for the last n elements of a row. `whole` says that the row has at least BLOCK
+ * elements up to its end, so that one full load suffices. */
 ALWAYS_INLINE void NAME(product_last)(ACC *restrict sum, const T *grad_out, const T *y, int n,
                                       int whole, int is_log) {
   ACC product[BLOCK] = {0};
@@ -89,7 +90,7 @@ ALWAYS_INLINE void NAME(gradient_rows)(const softmax_backward_args *args, int64_
 
 /* ---- tiles ---- */
 
-/* n inner elements over all columns. */
+/* Computes n inner elements over all columns. */
 ALWAYS_INLINE void NAME(gradient_tile_block)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
                                              int64_t inner, int n, int is_log, int stream) {
   double total[BLOCK] = {0};

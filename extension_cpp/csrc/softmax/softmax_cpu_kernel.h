@@ -1,18 +1,18 @@
-/* Compiled once per element type by softmax_cpu.c (for_each_dtype.h defines T, ACC, NAME,
- * LOAD and STORE). */
+/* CPU kernels of softmax and log_softmax. softmax_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "rows/cpu_sum_exp_kernel.h"
 
-/* ---- the formulas; for tiles, max, last, sum differ by lane ---- */
+/* ---- the formulas; in tiles, max, last and sum differ from lane to lane ---- */
 
-/* x becomes y. `last` is 1 / sum, for log_softmax log(sum). */
+/* Computes y from x. `last` is 1 / sum for softmax, and log(sum) for log_softmax. */
 #define SOFTMAX_VALUE(x, max, last, is_log) \
   ((is_log) ? ((x) - (max)) - (last) : NAME(exp_value)((x) - (max)) * (last))
 
-/* grad_out becomes grad_x. `sum` is the sum of grad_out * y, for log_softmax of grad_out. */
+/* Computes grad_x from grad_out. `sum` is the sum of grad_out * y (log_softmax: of grad_out). */
 #define SOFTMAX_GRADIENT(grad_out, y, sum, is_log) \
   ((is_log) ? FMA(-NAME(exp_value)(y), sum, grad_out) : ((grad_out) - (sum)) * (y))
 
-/* `last` of SOFTMAX_VALUE. */
+/* Returns the argument `last` of SOFTMAX_VALUE. */
 ALWAYS_INLINE ACC NAME(softmax_last)(double sum, int is_log) {
   return (ACC)(is_log ? log(sum) : 1 / sum);
 }
@@ -51,14 +51,15 @@ ALWAYS_INLINE void NAME(softmax_row)(const T *x, T *y, int64_t cols, ahead_t ahe
   NAME(softmax_part)(x + c, y + c, max, last, (int)(cols - c), is_log);
 }
 
-/* Where the last block of a row of at least BLOCK columns is kept. The block overlaps the one
- * before it. In memory order it is kept at its own columns, in block order after the others. */
+/* Returns the index at which saved_exp() keeps the last block of a row of at least BLOCK columns.
+ * This block overlaps the one before it. In memory order it is kept at its own columns, and in
+ * block order behind the other blocks. */
 ALWAYS_INLINE int64_t NAME(saved_last)(int64_t cols) {
   return NAME(column)(1) == 1 ? cols - BLOCK : cols / BLOCK * BLOCK;
 }
 
-/* softmax of a row of one chunk: keeps exp(x - max) of every column, in block order. The last block
- * overlaps its neighbour if the row has more than one. */
+/* Computes exp(x - max) for a row of one chunk, keeps it for every column in block order, and
+ * returns 1 / sum. The last block overlaps its neighbour if the row has more than one block. */
 ALWAYS_INLINE ACC NAME(saved_exp)(ACC *restrict saved, const T *x, int64_t cols, ahead_t ahead) {
   const ACC max = NAME(chunk_max)(x, cols, cols >= BLOCK);
   ACC sum[BLOCK] = {0}, v[BLOCK];
@@ -95,7 +96,7 @@ NOINLINE void NAME(store_saved)(T *y, const ACC *saved, ACC factor, int n) {
 ALWAYS_INLINE void NAME(saved_row)(const T *x, T *y, int64_t cols, ahead_t ahead, int stream) {
   ACC saved[SUM_EXP_COLS + BLOCK], v[BLOCK];
   const ACC factor = NAME(saved_exp)(saved, x, cols, ahead);
-  /* Block order fixes where blocks begin. */
+  /* In block order, the blocks of y must begin at the same columns as the saved ones. */
   const int fixed = NAME(column)(1) != 1 && (uintptr_t)y % 64 != 0;
   const row_span_t span = row_span(y, cols, sizeof(T), stream && !fixed, 0);
   int64_t c = span.begin;
@@ -161,7 +162,7 @@ ALWAYS_INLINE void NAME(softmax_tile)(const T *x, T *y, int64_t cols, int64_t in
   }
 }
 
-/* The first element of an item, and the number of inner elements of its tile. */
+/* Returns the index of a work item's first element. *width: the inner elements in its tile. */
 ALWAYS_INLINE int64_t NAME(tile_begin)(int64_t item, int64_t cols, int64_t inner, int *width) {
   const int64_t tiles = ceil_div(inner, SOFTMAX_TILE), i = item % tiles * SOFTMAX_TILE;
   *width = inner - i < SOFTMAX_TILE ? (int)(inner - i) : SOFTMAX_TILE;
@@ -170,7 +171,7 @@ ALWAYS_INLINE int64_t NAME(tile_begin)(int64_t item, int64_t cols, int64_t inner
 
 NOINLINE void NAME(softmax_tiles)(const softmax_forward_args *args, int64_t begin, int64_t end,
                                   int stream) {
-  /* Every column of the tile must begin at 64 bytes. */
+  /* Non-temporal stores need every column of the tile to begin at a multiple of 64 bytes. */
   const int streams_columns = stream && args->inner * (int64_t)sizeof(T) % 64 == 0;
   for (int64_t item = begin; item < end; ++item) {
     int width;

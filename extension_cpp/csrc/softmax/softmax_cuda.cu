@@ -1,8 +1,8 @@
 // softmax and log_softmax on the GPU.
 //
-// If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers, as in the
-// norms' forward and with the same plan (rows/plan.h). Such a row is read once and written
-// once. Everything else is processed in strips, which are read twice.
+// If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers. This is as in
+// the norms' forward, and with the same plan (rows/plan.h). Such a row is read once and written
+// once. All other cases are processed in strips, which are read twice.
 #include "rows/exp_sum.cuh"
 #include "rows/strips.cuh"
 #include "softmax/softmax.h"
@@ -13,15 +13,15 @@ using namespace rows;
 
 template <typename T>
 struct RowParams : Geometry {
-  const T *x;         // forward: x; backward: y
-  const T *grad_out;  // backward
-  T *out;             // forward: y; backward: grad_x
+  const T *x;         // x in forward, y in backward
+  const T *grad_out;  // only in backward
+  T *out;             // y in forward, grad_x in backward
   bool is_log;
 };
 
 // ---- the formulas ----
 
-// The term that an element adds to backward's sum over a row.
+// Returns the term that an element adds to backward's sum over a row.
 template <typename A>
 __device__ inline A backward_term(A grad_out, A y, bool is_log) {
   return is_log ? grad_out : grad_out * y;
@@ -54,7 +54,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     for (const float value : values) own = max(own, value);
   });
   own = at.sum.max_cta(own, 0);
-  // Exponentials (log: distances) stay in registers if there is room. Otherwise they are computed
+  // Exponentials (in log_softmax, distances) are kept in registers if there is room, or computed
   // again.
   constexpr bool KEEPS = K <= 4;
   float kept[KEEPS ? K : 1][N], kept_edge = 0;
@@ -77,7 +77,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   float most = own;
   if (p.cluster > 1) join_cluster(at.sum, most, sum[0], 2);
   if (!at.is_row) return;
-  // Converts values relative to the CTA's maximum into results: by a factor (log: an offset).
+  // To convert values relative to the CTA's maximum into results, softmax multiplies them by a
+  // factor, and log_softmax adds an offset.
   const float factor = rescale(own, most) / sum[0];
   const float offset = from - finite_maximum(most) - logarithm(sum[0]);
   T *const y = p.out + at.row * p.cols;

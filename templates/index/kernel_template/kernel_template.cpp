@@ -1,5 +1,4 @@
-// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
-// contract.
+// kernel_template: schemas, checks, allocation and registration. Formulas: kernel_template.h.
 #include "kernel_template/kernel_template.h"
 
 #include <algorithm>
@@ -8,7 +7,7 @@
 
 namespace extension_cpp::kernel_template {
 
-// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
+// Returns the smallest number of rows per CPU thread. It amounts to 128 KiB of memory traffic.
 static int64_t row_grain(const Tensor &rows) {
   const int64_t cols = rows.numel() / rows.size(0);
   return ceil_div(128 << 10, std::max<int64_t>(2 * cols * rows.element_size(), 1));
@@ -25,7 +24,7 @@ static Tensor forward(const Tensor &x, const Tensor &index) {
   const Tensor out = allocate({sizes.data(), sizes.size()}, dtype, x);
   if (out.numel() == 0) return out;
   const Tensor x_rows = as_contiguous(x),
-               numbers = as_contiguous(index);  // locals: copies must live until the launch
+               numbers = as_contiguous(index);  // locals keep copies alive until the launch
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
   args.index = static_cast<const int64_t *>(numbers.const_data_ptr());

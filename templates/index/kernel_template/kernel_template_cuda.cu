@@ -1,8 +1,8 @@
-// kernel_template on the GPU. Forward: `lanes` threads copy a row, in vectors of 16 bytes where
-// every row begins at a multiple of that; a CTA has several rows if they are short. Backward: one
-// CTA per row of grad_x. It searches the whole index for its row, 1024 numbers at a time, and adds
-// the rows of grad_out that it found, in their order. So it reads the index, which the L2 keeps,
-// once for each row and 256 vectors of columns. For a table of millions of rows sort the index.
+// kernel_template on the GPU. Forward: `lanes` threads copy a row, in vectors of 16 bytes if every
+// row begins at a multiple of 16 bytes. A CTA copies several rows if they are short. Backward: one
+// CTA per row of grad_x searches the whole index for its row, 1024 values at a time, and adds the
+// rows of grad_out that it finds, in their order. It thus reads the index, which stays in the L2,
+// once for each row and 256 vectors of columns. (For a table of millions of rows, sort the index.)
 #include "kernel_template/kernel_template.h"
 
 #include <cmath>
@@ -16,7 +16,7 @@ using backward_args = kernel_template_backward_args;
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int EACH = 4;                            // numbers of the index that a thread reads ahead
+constexpr int EACH = 4;                            // index values that a thread loads at once
 constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 
 template <typename T, int N>
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
-  __shared__ unsigned found[EACH * WARPS];  // a bit for each number of the index: is it the row?
+  __shared__ unsigned found[EACH * WARPS];  // one bit per index value: whether it is the CTA's row
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     for (int64_t tile = 0; tile < args.cols; tile += THREADS * N) {
@@ -58,16 +58,16 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
           if (lane == 0) found[e * WARPS + warp] = bits;
           any = any || is_row;
         }
-        if (!__syncthreads_or(any)) continue;  // all threads: none of them reads `found`
+        if (!__syncthreads_or(any)) continue;  // all threads continue, so none reads `found`
         for (int w = 0; w < EACH * WARPS; ++w) {
           for (unsigned bits = found[w]; bits != 0 && c < args.cols; bits &= bits - 1) {
-            const int64_t i = first + w * 32 + __ffs(bits) - 1;  // the lowest bit that is left
+            const int64_t i = first + w * 32 + __ffs(bits) - 1;  // the lowest remaining bit
             acc_t<T> g[N];
             load<T, N>(g, static_cast<const T *>(args.grad_out) + i * args.cols + c);
             for (int k = 0; k < N; ++k) sums[k] += static_cast<double>(g[k]);
           }
         }
-        __syncthreads();  // before the next numbers overwrite `found`
+        __syncthreads();  // the next values must not overwrite `found` earlier
       }
       acc_t<T> total[N];
       for (int k = 0; k < N; ++k) total[k] = static_cast<acc_t<T>>(sums[k]);
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
   }
 }
 
-// Calls f with the type and the number of elements of a vector: 16 bytes, if all rows of both
-// tensors begin at a multiple of 16 bytes, else one element.
+// Calls f with a zero of the type and the number of elements in a vector. A vector has 16 bytes if
+// all rows of both tensors begin at a multiple of 16 bytes, and one element otherwise.
 template <typename F>
 static cudaError_t with_vectors(dtype_t dtype, int64_t cols, const void *a, const void *b, F f) {
   return with_dtype(dtype, [&](auto zero) {

@@ -1,5 +1,4 @@
-// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
-// contract.
+// kernel_template: schemas, checks, allocation and registration. Formulas: kernel_template.h.
 #include "kernel_template/kernel_template.h"
 
 #include "common/shim/op.h"
@@ -11,7 +10,7 @@ static Tensor forward(const Tensor &x) {
   const dtype_t dtype = check_dtype(op, "x", x);
   const Tensor y = allocate_like(x);
   if (x.numel() == 0) return y;
-  const Tensor x_dense = with_strides_of(x, y);  // a local: a copy must live until the launch
+  const Tensor x_dense = with_strides_of(x, y);  // a local keeps a copy alive until the launch
   kernel_template_forward_args args{};
   args.x = x_dense.const_data_ptr();
   args.y = y.mutable_data_ptr();

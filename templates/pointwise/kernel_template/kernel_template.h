@@ -1,7 +1,8 @@
 /* kernel_template: y[i] = x[i]^2
  * kernel_template_backward: grad_x[i] = grad_out[i] * 2 x[i]
- *   every pointer  (numel), dense, all of one type and one element order, no overlap
- * numel = 0 writes nothing. NaN propagates. Computes in float (float64: double). Deterministic. */
+ *   every pointer  (numel), dense, all of one dtype and one order of elements, no overlap
+ * With numel = 0 nothing is written. NaN propagates. Results are computed in float (double for
+ * float64). They are deterministic. */
 #pragma once
 
 #include "common/dtype.h"
@@ -26,11 +27,11 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */
+/* CUDA launchers for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

@@ -1,5 +1,5 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). */
+/* CPU kernels of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
 ALWAYS_INLINE ACC NAME(value)(ACC x) { return x * x; }
 ALWAYS_INLINE ACC NAME(derivative)(ACC x) { return 2 * x; }

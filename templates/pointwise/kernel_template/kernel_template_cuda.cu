@@ -1,5 +1,5 @@
-// kernel_template on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda/pointwise.cuh).
+// kernel_template on the GPU, element by element. A thread processes two 16-byte vectors of each
+// operand (common/cuda/pointwise.cuh).
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/pointwise.cuh"
@@ -9,7 +9,7 @@ namespace kernel_template_kernels {
 using forward_args = kernel_template_forward_args;
 using backward_args = kernel_template_backward_args;
 
-// A is the accumulation type: float, for float64 double. in[j] is operand j of the launch below.
+// A is the accumulation type (double for float64, else float). in[j] is operand j of the launch.
 struct Forward {
   template <typename A>
   __device__ void operator()(const A (&in)[1], A (&out)[1]) const {

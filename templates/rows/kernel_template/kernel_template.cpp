@@ -1,5 +1,4 @@
-// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
-// contract.
+// kernel_template: schemas, checks, allocation and registration. Formulas: kernel_template.h.
 #include "kernel_template/kernel_template.h"
 
 #include <algorithm>
@@ -8,12 +7,12 @@
 
 namespace extension_cpp::kernel_template {
 
-// x's sizes without the last.
+// Returns x's sizes without the last one.
 static Sizes row_sizes(const Tensor &x) {
   return {x.sizes().data(), static_cast<size_t>(x.dim() - 1)};
 }
 
-// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
+// Returns the smallest number of rows per CPU thread. It amounts to 128 KiB of memory traffic.
 static int64_t row_grain(const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
 }
@@ -25,7 +24,7 @@ static Tensor forward(const Tensor &x) {
   const dtype_t dtype = match.dtype();
   const Tensor y = allocate(row_sizes(x), dtype, x);
   if (y.numel() == 0) return y;
-  const Tensor x_rows = as_contiguous(x);  // a local: a copy must live until the launch
+  const Tensor x_rows = as_contiguous(x);  // a local keeps a copy alive until the launch
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
   args.y = y.mutable_data_ptr();

@@ -1,5 +1,4 @@
-/* kernel_template on the CPU: one row at a time. The arithmetic is in
- * kernel_template_cpu_kernel.h. */
+/* kernel_template on the CPU, one row at a time. Arithmetic: kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include "common/cpu/block.h"
@@ -9,7 +8,7 @@
 typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;
 
-/* The number of elements in the block that begins at column c. */
+/* Returns the number of elements in the block that begins at column c. */
 ALWAYS_INLINE int block_size(int64_t c, int64_t cols) {
   return cols - c < BLOCK ? (int)(cols - c) : BLOCK;
 }

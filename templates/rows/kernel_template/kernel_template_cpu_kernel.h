@@ -1,8 +1,9 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). A block that extends past the row's end is filled with zeros, which add
- * nothing to the sum; a reduction with another neutral element must replace them. */
+/* CPU kernels of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). The end of a row's last block is filled
+ * with zeros, which add nothing to the sum. If a reduction has another neutral element, replace
+ * them. */
 
-/* What an element adds to its row's sum, and the derivative of that. */
+/* The term that an element adds to its row's sum, and the term's derivative. */
 ALWAYS_INLINE ACC NAME(term)(ACC x) { return x * x; }
 ALWAYS_INLINE ACC NAME(derivative)(ACC x) { return 2 * x; }
 
@@ -14,7 +15,7 @@ static void NAME(forward_row)(const forward_args *args, int64_t row) {
     for (int k = 0; k < BLOCK; ++k) lanes[k] += NAME(term)(v[k]);
   }
   double sum = 0;
-  for (int k = 0; k < BLOCK; ++k) sum += (double)lanes[k]; /* in a fixed order */
+  for (int k = 0; k < BLOCK; ++k) sum += (double)lanes[k]; /* always in this order */
   v[0] = (ACC)(sum / (double)args->cols);
   STORE((T *)args->y + row, v, 1, 0);
 }

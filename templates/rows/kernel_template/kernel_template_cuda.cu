@@ -1,5 +1,5 @@
-// kernel_template on the GPU: one CTA per row, its threads strided over the columns. Written
-// element by element, for reading: csrc/norm has rows at the speed of memory.
+// kernel_template on the GPU: one CTA per row, whose threads stride over the columns. It loads
+// single elements, because it is written for reading. csrc/norm has kernels at the speed of memory.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/reduce.cuh"
@@ -13,7 +13,7 @@ using backward_args = kernel_template_backward_args;
 constexpr int THREADS = 256;
 constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 
-// What an element adds to its row's sum, and the derivative of that.
+// The term that an element adds to its row's sum, and the term's derivative.
 template <typename A>
 __device__ A term(A x) {
   return x * x;

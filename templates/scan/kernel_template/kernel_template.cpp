@@ -1,5 +1,4 @@
-// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
-// contract.
+// kernel_template: schemas, checks, allocation and registration. Formulas: kernel_template.h.
 #include "kernel_template/kernel_template.h"
 
 #include <algorithm>
@@ -22,7 +21,7 @@ static dtype_t check_rows(const char *op, const char *name, const Tensor &x, dou
   return dtype;
 }
 
-// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
+// Returns the smallest number of rows per CPU thread. It amounts to 128 KiB of memory traffic.
 static int64_t row_grain(const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
 }
@@ -31,7 +30,7 @@ static Tensor scan(const char *op, const char *name, const Tensor &x, double dec
   const dtype_t dtype = check_rows(op, name, x, decay);
   const Tensor y = allocate(x.sizes(), dtype, x);
   if (x.numel() == 0) return y;
-  const Tensor x_rows = as_contiguous(x);  // a local: a copy must live until the launch
+  const Tensor x_rows = as_contiguous(x);  // a local keeps a copy alive until the launch
   kernel_template_args args{};
   args.x = x_rows.const_data_ptr();
   args.y = y.mutable_data_ptr();

@@ -1,4 +1,4 @@
-/* kernel_template on the CPU: one row at a time, because each step of a row needs the one before.
+/* kernel_template on the CPU, one row at a time, because each step of a row needs the step before.
  * The arithmetic is in kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 

@@ -1,7 +1,8 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). NAME(column)(k) is the element of a block that lane k holds. */
+/* CPU kernel of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). NAME(column)(k) is the element of a
+ * block that lane k holds. */
 
-/* The next state of the scan. */
+/* Returns the next state of the scan. */
 ALWAYS_INLINE double NAME(next)(double decay, double state, ACC x) { return decay * state + x; }
 
 static void NAME(scan_row)(const kernel_template_args *args, int64_t row) {

@@ -1,6 +1,7 @@
-// kernel_template on the GPU: one CTA per row. Its threads scan THREADS steps at a time: each warp
-// by shuffles, then the warps in order, and a carry runs along the row. Written element by element,
-// for reading: csrc/scan has scans at the speed of memory, and docs/scan.md explains them.
+// kernel_template on the GPU: one CTA per row. Its threads scan THREADS steps at a time. Each warp
+// scans its steps by shuffles, then the warps are joined in order, and a carry goes on along the
+// row. The code loads single elements, because it is written for reading. csrc/scan has scans at
+// the speed of memory, and docs/scan.md explains them.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/vector.cuh"
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(THREADS) scan_kernel(scan_args args) {
   using A = acc_t<T>;
   __shared__ A warp_ends[WARPS];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  A weights[5];  // decay^1, ^2, ^4, ^8, ^16, for the shuffles
+  A weights[5];  // decay^1, ^2, ^4, ^8 and ^16, for the shuffles
   double power = args.decay;
 #pragma unroll
   for (int i = 0; i < 5; ++i, power *= power) weights[i] = static_cast<A>(power);
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(THREADS) scan_kernel(scan_args args) {
         carry = join(carry, warp_ends[w], warp_weight);
       }
       if (step < args.steps) y[k] = from_acc<T>(join(before, state, lane_weight));
-      __syncthreads();  // the next steps write warp_ends again
+      __syncthreads();  // the next steps overwrite warp_ends
     }
   }
 }

@@ -1,5 +1,4 @@
-// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
-// contract.
+// kernel_template: schemas, checks, allocation and registration. Formulas: kernel_template.h.
 #include "kernel_template/kernel_template.h"
 
 #include <algorithm>
@@ -8,8 +7,8 @@
 
 namespace extension_cpp::kernel_template {
 
-// offsets, contiguous. Fails unless there is one at least and, on the CPU, all are from 0 to rows
-// and none is less than the one before. On a GPU the call does not wait for the numbers.
+// Returns offsets, contiguous. Fails if there are none. On the CPU it also fails unless they are
+// from 0 to rows and never decrease. On a GPU, a check of the values would have to wait for them.
 static Tensor checked(const char *op, const Tensor &offsets, int64_t rows) {
   if (offsets.numel() == 0) {
     fail(op, "expected offsets to have at least one number, but got shape [0]");
@@ -27,7 +26,7 @@ static Tensor checked(const char *op, const Tensor &offsets, int64_t rows) {
   return numbers;
 }
 
-// On the CPU a thread gets at least this many work items: 128 KiB of traffic.
+// Returns the smallest number of work items per CPU thread, for 128 KiB of memory traffic.
 static int64_t grain(const Tensor &x, int64_t items) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.numel() / items * x.element_size(), 1));
 }
@@ -43,7 +42,7 @@ static Tensor forward(const Tensor &x, const Tensor &offsets) {
   const std::vector<int64_t> sizes = joined({{segments}, sizes_of(x.sizes(), 1)});
   const Tensor out = allocate({sizes.data(), sizes.size()}, dtype, x);
   if (out.numel() == 0) return out;
-  const Tensor x_rows = as_contiguous(x);  // a local: a copy must live until the launch
+  const Tensor x_rows = as_contiguous(x);  // a local keeps a copy alive until the launch
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
   args.offsets = static_cast<const int64_t *>(borders.const_data_ptr());

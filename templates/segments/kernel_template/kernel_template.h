@@ -1,14 +1,14 @@
 /* kernel_template: out[s,c] = sum of x[r,c] over the rows r of segment s
  * kernel_template_backward: grad_x[r,c] = grad_out[s,c], s the segment of row r
- *   x, grad_x      (rows, cols)      contiguous, one type, no overlap
- *   out, grad_out  (segments, cols)  the same type
+ *   x, grad_x      (rows, cols)      contiguous, one dtype, no overlap
+ *   out, grad_out  (segments, cols)  the same dtype
  *   offsets        (segments + 1)    int64, contiguous
- * Segment s has the rows from offsets[s] to below offsets[s+1]. An empty one sums to 0. Rows before
- * the first and behind the last segment belong to none: their gradient is 0. Offsets that fall, are
- * negative or more than rows are read as the nearest that are right, and so read no other memory;
- * which rows belong to which segment is then not defined. (The shim refuses them on the CPU.) The
+ * Segment s consists of the rows from offsets[s] to below offsets[s+1]. An empty segment sums to 0.
+ * Rows before the first and after the last segment belong to none, and their gradient is 0. On the
+ * CPU the shim refuses offsets that decrease, are negative or exceed rows. On the GPU such offsets
+ * read no memory outside the tensors, but it is undefined which rows belong to which segment. The
  * shim returns early if a result is empty. NaN propagates. A sum adds its rows in their order, in
- * double, and is rounded once: run-to-run deterministic, at any number of threads. */
+ * double, and is rounded once. Results are run-to-run deterministic, for any number of threads. */
 #pragma once
 
 #include "common/dtype.h"
@@ -38,11 +38,11 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU: segments [begin, end); rows [begin, end). args points to the struct. */
+/* CPU kernels for segments [begin, end), and in backward for rows. args points to the struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */
+/* CUDA launchers for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

@@ -1,5 +1,5 @@
-/* kernel_template on the CPU. Forward sums one segment at a time. Backward takes one row at a time,
- * and finds its segment by bisection. The arithmetic is in kernel_template_cpu_kernel.h. */
+/* kernel_template on the CPU. Forward sums one segment at a time. Backward processes one row at a
+ * time, and finds its segment by bisection. The arithmetic is in kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include "common/cpu/block.h"
@@ -8,12 +8,12 @@
 typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;
 
-/* The number of elements in the block that begins at column c. */
+/* Returns the number of elements in the block that begins at column c. */
 ALWAYS_INLINE int block_size(int64_t c, int64_t cols) {
   return cols - c < BLOCK ? (int)(cols - c) : BLOCK;
 }
 
-/* The segment of a row; -1 and `segments` stand for none. */
+/* Returns the segment of a row, or -1 or `segments` if the row is in none. */
 static inline int64_t segment_of(const backward_args *args, int64_t row) {
   int64_t low = -1, high = args->segments + 1; /* offsets[low] <= row < offsets[high] */
   while (high - low > 1) {

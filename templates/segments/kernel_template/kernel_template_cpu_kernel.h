@@ -1,5 +1,5 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). */
+/* CPU kernels of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
 static void NAME(forward_segment)(const forward_args *args, int64_t s) {
   T *out = (T *)args->out + s * args->cols;

@@ -1,9 +1,8 @@
-// kernel_template on the GPU. `lanes` threads take a segment, or in backward a row, in vectors of
-// 16 bytes where every row begins at a multiple of that. A CTA has several if rows are short.
-// Forward: each thread keeps to its columns and adds the rows of the segment in their order, so
-// that there are no atomics; four rows are in flight. Segments of very different length leave
-// threads idle. Backward: a thread finds its row's segment by bisection, of numbers that the caches
-// hold.
+// kernel_template on the GPU. `lanes` threads process a segment, or in backward a row, in vectors
+// of 16 bytes if every row begins at a multiple of 16 bytes. A CTA processes several if rows are
+// short. Forward: each thread owns columns and adds the rows of the segment in their order, with
+// four rows in flight and without atomics. Segments of very different length leave threads idle.
+// Backward: a thread finds its row's segment by bisection of offsets, which the caches hold.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/vector.cuh"
@@ -39,7 +38,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
   }
 }
 
-// The segment of a row; -1 and args.segments stand for none.
+// Returns the segment of a row, or -1 or args.segments if the row is in none.
 static __device__ int64_t segment_of(const backward_args &args, int64_t row) {
   int64_t low = -1, high = args.segments + 1;  // offsets[low] <= row < offsets[high]
   while (high - low > 1) {
@@ -69,9 +68,9 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
   }
 }
 
-// Calls f with the type, the number of elements of a vector, the grid and the CTA for so many items
-// of `cols` elements. A vector has 16 bytes, if all rows of both tensors begin at a multiple of 16
-// bytes, else one element.
+// Calls f with a zero of the type, the number of elements in a vector, the grid and the CTA, for
+// `items` items of `cols` elements. A vector has 16 bytes if all rows of both tensors begin at a
+// multiple of 16 bytes, and one element otherwise.
 template <typename F>
 static cudaError_t with_grid(dtype_t dtype, int64_t items, int64_t cols, const void *a,
                              const void *b, F f) {

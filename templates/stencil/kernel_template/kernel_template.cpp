@@ -1,5 +1,4 @@
-// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
-// contract.
+// kernel_template: schemas, checks, allocation and registration. Formulas: kernel_template.h.
 #include "kernel_template/kernel_template.h"
 
 #include <algorithm>
@@ -8,12 +7,12 @@
 
 namespace extension_cpp::kernel_template {
 
-// On the CPU a thread gets at least this many rows of this many steps: 128 KiB of traffic.
+// Returns the smallest number of rows of `steps` steps per CPU thread, for 128 KiB of traffic.
 static int64_t row_grain(int64_t steps, const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * steps * x.element_size(), 1));
 }
 
-// x, weight and y are contiguous and hold elements.
+// Launches the filter. x, weight and y must be contiguous and have elements.
 static void filter(const char *op, const Match &match, const Tensor &x, const Tensor &weight,
                    const std::optional<Tensor> &bias, const Tensor &y, bool reverse) {
   kernel_template_filter_args args{};
@@ -38,7 +37,7 @@ static Tensor forward(const Tensor &x, const Tensor &weight, const std::optional
   match("bias", bias, SAME, "[channels]");
   const Tensor y = allocate(x.sizes(), match.dtype(), x);
   if (y.numel() == 0) return y;
-  const Tensor x_rows = as_contiguous(x), taps = as_contiguous(weight);  // until the launch
+  const Tensor x_rows = as_contiguous(x), taps = as_contiguous(weight);  // locals keep copies alive
   const std::optional<Tensor> offset =
       bias ? std::optional<Tensor>(as_contiguous(*bias)) : std::nullopt;
   filter(op, match, x_rows, taps, offset, y, false);

@@ -4,14 +4,14 @@
  *   grad_x[r,t] = sum_k weight[c,k] * grad_out[r,t+(taps-1)-k], the same filter, reversed
  *   grad_weight[c,k] = sum_r,t grad_out[r,t] * x[r,t-(taps-1)+k] over the rows r of channel c
  *   grad_bias[c] = sum_r,t grad_out[r,t]
- *   x, y, grad_out, grad_x  (rows, steps), rows = batch * channels  contiguous, one type
- *   weight, grad_weight     (channels, taps)  the same type
- *   bias, grad_bias         (channels)        the same type
- *   bias, grad_weight, grad_bias  may be NULL: 0, or not computed
- * No overlap. taps = 0 is allowed, and batch = 0 or steps = 0 for the sums, which are then 0. NaN
- * propagates. Computes in float (float64: double). The sums: each row in float, the rows in double.
- * The shape alone fixes the order of the terms: run-to-run deterministic, at any number of
- * threads, without atomics. */
+ *   x, y, grad_out, grad_x  (rows, steps), rows = batch * channels  contiguous, one dtype
+ *   weight, grad_weight     (channels, taps)  the same dtype
+ *   bias, grad_bias         (channels)        the same dtype
+ *   bias may be NULL, which means 0; grad_weight and grad_bias may be NULL, if they are not wanted
+ * Tensors do not overlap. taps = 0 is allowed. For the sums, so are batch = 0 and steps = 0; the
+ * sums are then 0. NaN propagates. Results are computed in float (double for float64). The sums add
+ * each row in float, and the rows in double, without atomics. Only the shape determines the order
+ * of the terms. Results are run-to-run deterministic, for any number of threads. */
 #pragma once
 
 #include "common/dtype.h"
@@ -22,10 +22,10 @@ extern "C" {
 #endif
 
 typedef struct {
-  const void *x; /* reverse: grad_out */
+  const void *x; /* grad_out, if reverse */
   const void *weight;
   const void *bias;
-  void *y; /* reverse: grad_x */
+  void *y; /* grad_x, if reverse */
   int64_t rows;
   int64_t channels;
   int64_t steps;
@@ -46,11 +46,11 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_sums_args;
 
-/* CPU: rows [begin, end); channels [begin, end). args points to the struct. */
+/* CPU kernels for rows [begin, end), and in the sums for channels. args points to the struct. */
 void kernel_template_filter_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_sums_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */
+/* CUDA launchers for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */
 int kernel_template_filter_cuda(const kernel_template_filter_args *args, void *stream);
 int kernel_template_sums_cuda(const kernel_template_sums_args *args, void *stream);
 

@@ -1,6 +1,6 @@
-/* kernel_template on the CPU. The filter takes one row at a time, and a block of steps for each tap
- * from the cache. The sums take one channel at a time: its rows are read once for GROUP taps. The
- * arithmetic is in kernel_template_cpu_kernel.h. */
+/* kernel_template on the CPU. The filter processes one row at a time, and reads a block of steps
+ * from the cache for each tap. The sums process one channel at a time, whose rows are read once for
+ * GROUP taps. The arithmetic is in kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include <stddef.h>
@@ -11,9 +11,9 @@
 typedef kernel_template_filter_args filter_args;
 typedef kernel_template_sums_args sums_args;
 
-enum { GROUP = 8 }; /* taps whose sums are taken together */
+enum { GROUP = 8 }; /* number of taps that are summed together */
 
-/* The number of elements in the block that begins at step t and ends at `end` at the latest. */
+/* Returns the number of elements in the block from step t on, which ends at `end` at the latest. */
 ALWAYS_INLINE int block_size(int64_t t, int64_t end) {
   return end - t < BLOCK ? (int)(end - t) : BLOCK;
 }

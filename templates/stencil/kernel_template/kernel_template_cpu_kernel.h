@@ -1,13 +1,13 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD, STORE, and WIDEN and NARROW for one element). */
+/* CPU kernels of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD, STORE, and WIDEN and NARROW for one element). */
 
 static void NAME(filter_row)(const filter_args *args, int64_t row) {
   const int64_t steps = args->steps, taps = args->taps, c = row % args->channels;
   const T *x = (const T *)args->x + row * steps, *weight = (const T *)args->weight + c * taps;
   T *y = (T *)args->y + row * steps;
   const ACC bias = args->bias ? (ACC)WIDEN(((const T *)args->bias)[c]) : 0;
-  /* Blocks of steps have all their terms in the row. Steps before or behind them, of which some
-   * terms are left out, go one by one. */
+  /* Steps with all their terms in the row are processed in blocks. Steps at an end of the row, of
+   * which some terms are left out, are processed one by one. */
   const int64_t reach = taps == 0 ? 0 : taps - 1 < steps ? taps - 1 : steps;
   const int64_t first = args->reverse ? 0 : reach, last = args->reverse ? steps - reach : steps;
   int n;
@@ -26,7 +26,7 @@ static void NAME(filter_row)(const filter_args *args, int64_t row) {
   }
 }
 
-/* The sum of grad_out[t] * x[t - shift] over a row; without x that of grad_out. */
+/* Returns the sum of grad_out[t] * x[t - shift] over a row, or of grad_out[t] if x is NULL. */
 static double NAME(row_sum)(const T *grad_out, const T *x, int64_t shift, int64_t steps) {
   ACC lanes[BLOCK] = {0}, g[BLOCK], v[BLOCK];
   for (int64_t t = shift; t < steps; t += BLOCK) {
@@ -36,7 +36,7 @@ static double NAME(row_sum)(const T *grad_out, const T *x, int64_t shift, int64_
     for (int j = 0; j < BLOCK; ++j) lanes[j] += x ? g[j] * v[j] : g[j];
   }
   double sum = 0;
-  for (int j = 0; j < BLOCK; ++j) sum += (double)lanes[j]; /* in a fixed order */
+  for (int j = 0; j < BLOCK; ++j) sum += (double)lanes[j]; /* always in this order */
   return sum;
 }
 

@@ -1,8 +1,8 @@
-// kernel_template on the GPU. Filter: `lanes` threads take a tile of a row, each EACH steps that
-// are `lanes` apart; neighbouring threads read neighbouring elements, and all but the first tap
-// find theirs in the L1. A CTA has several tiles if rows are short. Sums: one CTA per channel; its
-// threads stride over the rows and their steps and keep the sums of GROUP taps in registers. There
-// are no atomics. With few channels split the rows in parts, as the template reduction does.
+// kernel_template on the GPU. Filter: `lanes` threads process a tile of a row, each EACH steps that
+// are `lanes` apart. Neighbouring threads read neighbouring elements, and all taps but the first
+// find theirs in the L1. A CTA processes several tiles if rows are short. Sums: one CTA per
+// channel. Its threads stride over the rows and their steps, and keep the sums of GROUP taps in
+// registers, without atomics. With few channels, split the rows as the template reduction does.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/reduce.cuh"
@@ -14,11 +14,11 @@ using filter_args = kernel_template_filter_args;
 using sums_args = kernel_template_sums_args;
 
 constexpr int THREADS = 256;
-constexpr int EACH = 4;                            // steps of a thread, whose loads are in flight
-constexpr int GROUP = 4;                           // taps whose sums are taken together
+constexpr int EACH = 4;                            // steps per thread, whose loads are in flight
+constexpr int GROUP = 4;                           // number of taps that are summed together
 constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 
-// A row has this many tiles of EACH * lanes steps.
+// Computes y. A row has `tiles` tiles of EACH * lanes steps.
 template <typename T>
 __global__ void __launch_bounds__(THREADS) filter_kernel(filter_args args, int64_t tiles) {
   using A = acc_t<T>;
@@ -50,14 +50,15 @@ __global__ void __launch_bounds__(THREADS) filter_kernel(filter_args args, int64
   }
 }
 
-// `lanes`, a power of two, threads stride over the steps of a row, THREADS / lanes rows at a time.
+// Computes grad_weight and grad_bias. `lanes` threads (a power of two) stride over the steps of a
+// row. A CTA processes THREADS / lanes rows at a time.
 template <typename T>
 __global__ void __launch_bounds__(THREADS) sums_kernel(sums_args args, int lanes) {
   using A = acc_t<T>;
   const int lane = threadIdx.x % lanes;
   for (int64_t c = blockIdx.x; c < args.channels; c += gridDim.x) {
     for (int64_t first = 0; first == 0 || first < args.taps; first += GROUP) {
-      double sums[GROUP + 1] = {0};  // of taps first to first + GROUP - 1, and of grad_out alone
+      double sums[GROUP + 1] = {0};  // for GROUP taps from `first` on, and for grad_out alone
       for (int64_t b = threadIdx.x / lanes; b < args.batch; b += THREADS / lanes) {
         const int64_t begin = (b * args.channels + c) * args.steps;
         const T *grad_out = static_cast<const T *>(args.grad_out) + begin;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(THREADS) sums_kernel(sums_args args, int lanes
   }
 }
 
-// The smallest power of two that is enough threads for this many elements, up to a CTA.
+// Returns the smallest power of two of at least `elements` threads, but at most a CTA's threads.
 static int lanes_for(int64_t elements) {
   int lanes = 1;
   while (lanes < THREADS && lanes < elements) lanes *= 2;

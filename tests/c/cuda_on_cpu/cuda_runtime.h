@@ -1,9 +1,9 @@
-// CUDA C on the CPU, for tests of what kernels compute: a .cu file without <<<>>> that is compiled
-// by the C++ compiler with -I of this folder runs its kernels here, slowly. CTAs run side by side
-// on a few threads of the CPU. The threads of a CTA are coroutines, which take turns at barriers in
-// a random order, and now and then one warp falls behind as far as it can, so that a missing
-// barrier shows. A barrier that only some threads reach ends the program with a sentence. Only what
-// the tested kernels call is here.
+// Runs CUDA kernels on the CPU, to test what they compute. Compile a .cu file without <<<>>> with
+// the C++ compiler and -I of this folder. Its kernels then run here, slowly. CTAs run in parallel
+// on a few CPU threads. The threads of a CTA are coroutines, which take turns at barriers in a
+// random order. Now and then one warp falls behind as far as it can, so that a missing barrier
+// shows. If only some threads reach a barrier, the program prints an error and ends. This header
+// has only the functions that the tested kernels call.
 #pragma once
 
 #include <setjmp.h>
@@ -56,19 +56,19 @@ struct Barrier {
 
 struct Thread {
   ucontext_t start;
-  jmp_buf place;  // where it gave way
+  jmp_buf place;  // where the coroutine yielded
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool started, done;
 };
 
-// The CTA that this thread of the CPU runs.
+// The CTA that this CPU thread runs.
 struct Cta {
   jmp_buf scheduler;
   std::vector<Thread> threads;
   std::function<void()> body;
   Barrier all;
   std::vector<Barrier> warps;
-  std::vector<uint64_t> slots;  // what the lanes exchange
+  std::vector<uint64_t> slots;  // the values that the lanes exchange
   bool moved;
   std::minstd_rand random;
   std::chrono::steady_clock::time_point deadline;
@@ -76,12 +76,13 @@ struct Cta {
 
 inline thread_local Cta *cta;
 
-// swapcontext would do for both, and ask the kernel for its signal mask each time.
+// yield() and resume() use _setjmp and _longjmp. swapcontext would do the same, but makes a system
+// call for the signal mask each time.
 inline void yield() {
   if (_setjmp(cta->threads[threadIdx.x].place) == 0) _longjmp(cta->scheduler, 1);
 }
 
-// Until it gives way or ends.
+// Runs a coroutine until it yields or ends.
 [[gnu::noinline]] inline void resume(Thread &thread) {
   if (_setjmp(cta->scheduler) != 0) return;
   if (thread.started) _longjmp(thread.place, 1);
@@ -122,7 +123,7 @@ inline void run_cta(Cta &here, unsigned block) {
   std::vector<unsigned> order(count);
   for (unsigned i = 0; i < count; ++i) order[i] = i;
   constexpr unsigned NONE = ~0u;
-  for (unsigned held = NONE;;) {  // a warp that stands still until the others cannot go on
+  for (unsigned held = NONE;;) {  // one warp stands still until no other can continue
     here.moved = false;
     std::shuffle(order.begin(), order.end(), here.random);
     for (const unsigned i : order) {
@@ -141,7 +142,7 @@ inline void run_cta(Cta &here, unsigned block) {
   }
 }
 
-// What `read` makes of the values of all lanes, whose whole warp calls this.
+// Returns what `read` computes from the values of all lanes. The whole warp must call this.
 template <typename T, typename Read>
 auto exchange(T value, Read read) {
   const unsigned warp = threadIdx.x / WARP * WARP;
@@ -160,7 +161,7 @@ inline void check(unsigned mask) {
   if (mask != 0xffffffffu) fail("only whole warps exchange values here");
 }
 
-// Called in every turn of a loop that waits for another CTA.
+// Call this in every iteration of a loop that waits for another CTA.
 inline void wait() {
   if (std::chrono::steady_clock::now() > cta->deadline) fail("a CTA waits for another one in vain");
   std::this_thread::yield();
@@ -210,7 +211,7 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
-// A vector at an address that is no multiple of its size ends the program, as on a GPU.
+// Ends the program if the address is not a multiple of the vector's size, which a GPU forbids.
 template <typename T>
 void __stwb(T *place, T value) {
   if (reinterpret_cast<uintptr_t>(place) % sizeof(T) != 0) on_cpu::fail("a vector is not aligned");
@@ -234,7 +235,7 @@ T atomicAdd(T *place, T value) {
   return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }
 
-// ---- the host's side ----
+// ---- host functions ----
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration = 9 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
@@ -255,7 +256,7 @@ inline cudaError_t cudaGetDevice(int *device) {
   return cudaSuccess;
 }
 
-// The shared memory of a CTA: an H100's, or what the environment says.
+// Returns the shared memory of a CTA: that of an H100, or the value in the environment variable.
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
   const char *asked = std::getenv("CUDA_ON_CPU_SHARED_MEMORY");
   *value = asked == nullptr ? 232448 : std::atoi(asked);

@@ -1,15 +1,16 @@
-/* Blocks: the unit in which CPU kernels load, compute and store. A block is BLOCK elements widened
- * to float (float64: double) in a local array. Compilers keep the array in vector registers if
- * every loop over it has the constant trip count BLOCK.
+/* Blocks are the unit in which CPU kernels load, compute and store. A block is BLOCK elements in a
+ * local array, widened to float (float64 elements stay double). Compilers keep this array in vector
+ * registers if every loop over it has the constant trip count BLOCK.
  *
- * Block order. A bfloat16 block holds the even elements first, then the odd ones: widening a pair
- * is then a shift and a mask, without a shuffle. The other types keep memory order. Every load and
- * store of a type uses the same order, so element-by-element arithmetic and sums over blocks need
- * not know it. Code that depends on the column of v[k] must (column_<type>).
+ * Block order. A bfloat16 block holds the even elements first, then the odd ones. Widening a pair
+ * of neighbours then takes a shift and a mask, without a shuffle. Blocks of the other types keep
+ * memory order. All loads and stores of a type use the same order, so element-wise arithmetic and
+ * sums over blocks need not know it. Code that needs the column of v[k] calls column_<type>(k).
  *
- * A load of n < BLOCK elements fills the rest with zeros; a store of n < BLOCK writes n. Both go by
- * way of a whole block in memory, so that a kernel has its arithmetic once for all n: a branch for
- * each partial block costs less than a copy of the kernel. Pass n as a constant where it is one. */
+ * A load of n < BLOCK elements fills the rest of the block with zeros. A store of n < BLOCK
+ * elements writes only n. Both copy through a whole block in memory, so that a kernel compiles its
+ * arithmetic once for all n. The branch for a partial block costs less than a second copy of the
+ * kernel. Pass n as a constant wherever it is one. */
 #ifndef EXTENSION_CPP_CPU_BLOCK_H
 #define EXTENSION_CPP_CPU_BLOCK_H
 
@@ -19,12 +20,12 @@
 #if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__x86_64__)
-#include <emmintrin.h> /* SSE2 alone: the other header takes the compiler 0.4 s */
+#include <emmintrin.h> /* for SSE2; parsing the larger immintrin.h would take the compiler 0.4 s */
 #endif
 
-/* Kernels are inlined into the loops that call them, one copy for each constant that they are
- * called with. For the baseline of x86-64 (CPU_SMALL) the compiler decides: these processors are of
- * before 2013, and the copies take most of the time that compiling takes. */
+/* Kernels are inlined into the loops that call them. Each constant argument value gives its own
+ * copy of the kernel. At the x86-64 baseline (CPU_SMALL) the compiler decides what to inline: only
+ * processors from before 2013 run that level, and the copies would dominate the compile time. */
 #if defined(CPU_SMALL)
 #define ALWAYS_INLINE static inline __attribute__((unused))
 #else
@@ -38,7 +39,7 @@ enum { BLOCK = 32 };
 typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t;
 typedef uint16_t __attribute__((may_alias)) half_t;
 
-/* The element of a block that lane k holds. */
+/* column_<type>(k) returns which element of a block lane k holds. */
 ALWAYS_INLINE int column_float64(int k) { return k; }
 ALWAYS_INLINE int column_float32(int k) { return k; }
 ALWAYS_INLINE int column_float16(int k) { return k; }
@@ -56,24 +57,25 @@ ALWAYS_INLINE float bits_float(uint32_t bits) {
   return x;
 }
 
-/* The bits of x rounded to bfloat16 (nearest, ties to even), in the upper half; NaN stays NaN. */
+/* Returns x rounded to bfloat16 (to nearest, ties to even) in the upper 16 bits of the result. The
+ * lower bits are unspecified. NaN stays NaN. */
 ALWAYS_INLINE uint32_t bfloat16_bits(float x) {
   const uint32_t bits = float_bits(x);
   const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
   return x != x ? 0x7fc00000u : rounded;
 }
 
-/* The same for x that is no NaN, or one whose lower half is 0. */
+/* Does the same as bfloat16_bits, but if x is NaN, its lower 16 bits must be 0. */
 ALWAYS_INLINE uint32_t clean_bfloat16_bits(float x) {
   const uint32_t bits = float_bits(x);
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 
-/* float16 conversions without F16C. Each equals the F16C instruction on every input. */
+/* Conversions for processors without F16C. They equal the F16C instructions for every input. */
 ALWAYS_INLINE float float16_to_float(uint16_t half) {
   const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
   const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
-  /* 2^112 changes the exponent's bias from 15 to 127 and normalises subnormals. */
+  /* The factor 2^112 changes the exponent's bias from 15 to 127 and normalises subnormals. */
   const float scaled = bits_float(magnitude) * 0x1p112f;
   const uint32_t bits = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : float_bits(scaled);
   return bits_float(bits | sign);
@@ -82,29 +84,29 @@ ALWAYS_INLINE float float16_to_float(uint16_t half) {
 ALWAYS_INLINE uint16_t float_to_float16(float x) {
   const uint32_t sign = float_bits(x) >> 16 & 0x8000;
   const uint32_t bits = float_bits(x) & 0x7fffffff;
-  /* Subnormal results: adding 0.5 leaves the rounded value in the low bits of the significand. */
+  /* For a subnormal result, adding 0.5 leaves the rounded value in the lowest bits. */
   const uint32_t small = float_bits(bits_float(bits) + 0.5f) - 0x3f000000;
   const uint32_t normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
   uint32_t half = bits < 0x38800000 ? small : normal;
-  half = bits >= 0x477ff000 ? 0x7c00 : half; /* 65520 and more round to infinity */
+  half = bits >= 0x477ff000 ? 0x7c00 : half; /* 65520 and larger values round to infinity */
   half = bits > 0x7f800000 ? 0x7e00 : half;
   return (uint16_t)(half | sign);
 }
 
-/* One element as a number. */
+/* widen_<type> converts one element in memory to a double. */
 ALWAYS_INLINE double widen_float64(double x) { return x; }
 ALWAYS_INLINE double widen_float32(float x) { return x; }
 ALWAYS_INLINE double widen_float16(uint16_t x) { return float16_to_float(x); }
 ALWAYS_INLINE double widen_bfloat16(uint16_t x) { return bits_float((uint32_t)x << 16); }
 
-/* A number of the accumulation type rounded to one element. */
+/* narrow_<type> rounds a value of the accumulation type to one element in memory. */
 ALWAYS_INLINE double narrow_float64(double x) { return x; }
 ALWAYS_INLINE float narrow_float32(float x) { return x; }
 ALWAYS_INLINE uint16_t narrow_float16(float x) { return float_to_float16(x); }
 ALWAYS_INLINE uint16_t narrow_bfloat16(float x) { return (uint16_t)(bfloat16_bits(x) >> 16); }
 
-/* Streams 64 bytes past the caches. p must be aligned to 64. Call stream_fence() after the last of
- * a range. */
+/* Writes 64 bytes with non-temporal stores, which bypass the caches. p must be aligned to 64 bytes.
+ * Call stream_fence() after the last of these stores. */
 ALWAYS_INLINE void stream64(void *p, const void *v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512((__m512i *)p, _mm512_loadu_si512(v));
@@ -125,7 +127,8 @@ ALWAYS_INLINE void stream_fence(void) {
 #endif
 }
 
-/* The first n elements of `size` bytes at p, and zeros up to a whole block. Returns padded. */
+/* pad_<size> copies the first n elements of `size` bytes at p into `padded`, fills the rest of the
+ * block with zeros, and returns `padded`. */
 #define DEFINE_PAD(size)                                                                  \
   NOINLINE const void *pad_##size(void *restrict padded, const void *restrict p, int n) { \
     const int pairs = n * size / 4;                                                       \
@@ -138,8 +141,8 @@ DEFINE_PAD(2)
 DEFINE_PAD(4)
 DEFINE_PAD(8)
 
-/* Writes the first n elements of a whole block, from a copy: lanes whose address a call has seen
- * would not stay in registers. */
+/* Writes the first n elements of the block v to p. memcpy reads from a copy of v, because the
+ * compiler would not keep v itself in registers if its address were passed to a call. */
 #define STORE_PART(type, p, v, n)                        \
   do {                                                   \
     enum { WORDS = BLOCK * sizeof *(p) / sizeof(type) }; \
@@ -209,9 +212,10 @@ ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v,
   store_pairs(p, pairs, n, stream);
 }
 
-/* As store_bfloat16, without a test for NaN. For values whose NaN can come only from a bfloat16
- * input or from the processor (inf - inf, 0 * inf): its lower 16 bits are 0, so that rounding does
- * not change it. Not for values computed from float32 inputs. */
+/* Does the same as store_bfloat16 without a test for NaN. Use it only if a NaN can come from
+ * nothing but a bfloat16 input or an invalid operation (inf - inf, 0 * inf). The lower 16 bits of
+ * such a NaN are 0, so rounding does not change it. This excludes values computed from float32
+ * inputs. */
 #define store_clean_float64 store_float64
 #define store_clean_float32 store_float32
 #define store_clean_float16 store_float16
@@ -265,21 +269,22 @@ ALWAYS_INLINE void store_float16(uint16_t *restrict p, const float *restrict v, 
   }
 }
 
-/* Prefetches the cache lines of `bytes` bytes at p + ahead. Any address is allowed, also one
- * outside the tensor. */
+/* Prefetches the cache lines of `bytes` bytes that begin `ahead` bytes after p. The address may lie
+ * outside the tensor, because a prefetch cannot fault. */
 ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
   const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead;
   for (int64_t byte = 0; byte < bytes; byte += 64)
     __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
 }
 
-/* LOAD in a loop over all elements, which also prefetches 2 KiB ahead. Where a block is much work,
- * the hardware prefetcher does not look far enough ahead. */
+/* Loads a block as LOAD does, and prefetches the data 2 KiB ahead. Use it in loops over all
+ * elements. The hardware prefetcher does not look far enough ahead if a block takes much
+ * arithmetic. */
 #define READ(v, p, n) (prefetch(p, 2048, BLOCK * (int64_t)sizeof *(p)), LOAD(v, p, n))
 
-/* Calls block(args, i, n, stream) for the elements of [begin, end): n = BLOCK, and less for the
- * tail. With `stream`, `out` must be the address to which the block at `begin` is written. Stores
- * are streamed only if that is aligned to 64 bytes. */
+/* Calls block(args, i, n, stream) for the elements [begin, end), with n = BLOCK, and then once with
+ * n < BLOCK for the tail. `out` is the address to which the block at `begin` is written. If
+ * `stream` is set and `out` is aligned to 64 bytes, whole blocks are stored past the caches. */
 #define FOR_BLOCKS(block, args, begin, end, out, stream)                   \
   do {                                                                     \
     const int aligned = (stream) && (uintptr_t)(out) % 64 == 0;            \
@@ -289,8 +294,9 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
     if (aligned) stream_fence();                                           \
   } while (0)
 
-/* The same with one copy of the block. Where a block is much work, its branches cost nothing, and
- * a second copy would take the compiler as long as the first. */
+/* Does the same as FOR_BLOCKS with a single inlined copy of the block function, whose n is a
+ * variable. If a block takes much arithmetic, the extra branches cost nothing, and a second copy
+ * would double the compile time. */
 #define FOR_LONG_BLOCKS(block, args, begin, end, out, stream)            \
   do {                                                                   \
     const int aligned = (stream) && (uintptr_t)(out) % 64 == 0;          \

@@ -1,21 +1,21 @@
-/* A pass over the rows of x and grad_out that writes grad_x and sums over the rows into grad_bias.
- * Compiled once per element type (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE) by
- * kernels that first define COLUMN_SUMS_ARGS, the struct of arguments, and
- *   ACC NAME(column_term)(args, kind, x, grad_out, bias)   what is summed
- *   ACC NAME(column_value)(args, kind, term)               what grad_x gets of it
- * `kind` is passed through; a constant, where a kernel has several.
+/* Backward kernel of ops with a bias over the last dimension. One pass over the rows of x and
+ * grad_out writes grad_x and sums over the rows into grad_bias. for_each_dtype.h compiles this file
+ * once per element type and defines T, ACC, NAME, LOAD and STORE. The file that includes it first
+ * defines COLUMN_SUMS_ARGS, the struct of arguments, and two functions:
+ *   ACC NAME(column_term)(args, kind, x, grad_out, bias)   the term that is summed
+ *   ACC NAME(column_value)(args, kind, term)               the element of grad_x
+ * `kind` is passed through to both. It is a constant if the op has several variants.
  *
- * An item is a part of the rows and a tile of columns (common/column_sums.h). The tile's bias and
- * running sums stay in the first-level cache. Lanes sum at most COLUMN_FLUSH_ROWS rows before they
- * are flushed to double; the parts are added in order.
- */
-/* What a backward item keeps for its tile of columns, in block order. */
+ * A work item is a part of the rows by a tile of columns (common/column_sums.h). The bias and the
+ * running sums of a tile fit into the L1 cache. Each lane sums at most COLUMN_FLUSH_ROWS rows
+ * before its sum is added to a double. The sums of the parts are added in order. */
+/* The data of a work item for its tile of columns, in block order (common/cpu/block.h). */
 typedef struct {
   ACC bias[COLUMN_TILE];
   ACC sums[COLUMN_TILE];
 } NAME(column_tile_t);
 
-/* n elements from flat index i on, from the tile's column t on. */
+/* Processes n elements of one row, from flat index i and from column t of the tile on. */
 ALWAYS_INLINE void NAME(column_block)(const COLUMN_SUMS_ARGS *args, int kind,
                                       NAME(column_tile_t) *restrict tile, int64_t i, int64_t t,
                                       int n, int want_x, int want_bias, int stream) {
@@ -33,7 +33,7 @@ ALWAYS_INLINE void NAME(column_block)(const COLUMN_SUMS_ARGS *args, int kind,
   }
 }
 
-/* `width` elements of one row. */
+/* Processes the `width` elements of one row that belong to the tile. */
 ALWAYS_INLINE void NAME(column_row)(const COLUMN_SUMS_ARGS *args, int kind,
                                     NAME(column_tile_t) *restrict tile, int64_t i, int64_t width,
                                     int want_x, int want_bias, int stream) {

@@ -1,11 +1,12 @@
-/* Compiles the file named by KERNEL_BODY once per element type, with
- *   T                    the type in memory (bfloat16, float16: uint16_t)
- *   ACC                  the accumulation type: float, for float64 double
- *   NAME(f)              f with the type's name appended: f_float32
- *   LOAD, STORE          the type's block functions of common/cpu/block.h
- *   WIDEN, NARROW        one element as a number, and a number as one element
- * KERNEL_BODY is a header, so a debugger steps through its real lines. DISPATCH_DTYPE then calls
- * the function of a dtype. At the level v4 (common/cpu/level.h) float64 has no functions. */
+/* Compiles the file named by KERNEL_BODY once per element type, with these macros:
+ *  T                    the type in memory (uint16_t for bfloat16 and float16)
+ *  ACC                  the accumulation type: double for float64, float for the others
+ *  NAME(f)              f with the type's name appended, such as f_float32
+ *  LOAD, STORE          the block functions of the type (common/cpu/block.h)
+ *  WIDEN, NARROW        convert one element to the accumulation type, and back
+ * KERNEL_BODY is a header and not a macro, so a debugger can step through its lines. DISPATCH_DTYPE
+ * calls the function of a given dtype. At the instruction set v4 (common/cpu/level.h) there are no
+ * functions for float64. */
 #define NAME_(f, type) f##_##type
 #define NAME_EXPANDED(f, type) NAME_(f, type)
 

@@ -1,5 +1,5 @@
-/* Picks the instruction set and the size from which results are streamed once, when the library is
- * loaded. From then on both answers are constants. */
+/* Picks the instruction set, and the number of bytes above which results are written with
+ * non-temporal stores. Both are chosen once, when the library is loaded. */
 #define _GNU_SOURCE
 #include "common/cpu/level.h"
 
@@ -24,7 +24,7 @@ static cpu_level_t detect(void) {
 #if defined(__x86_64__) && !defined(CPU_BASELINE_ONLY)
   __builtin_cpu_init();
   unsigned eax, ebx, ecx = 0, edx;
-  /* clang 14 does not know the name "f16c", so this reads cpuid: leaf 1, ecx bit 29. */
+  /* Reads cpuid (leaf 1, ecx bit 29), because clang 14 does not know the name "f16c". */
   const int f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
   if (!(f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
     return CPU_BASELINE;
@@ -38,20 +38,21 @@ static cpu_level_t detect(void) {
 #endif
 }
 
-/* The bytes of the last-level cache that CPU 0 shares with its group of cores; 0 if unknown.
- * sysconf adds up the caches of all groups of an AMD processor, 256 MiB where a group has 32. */
+/* Returns the size in bytes of the last-level cache that CPU 0 shares with its group of cores, or 0
+ * if unknown. sysconf is no substitute, because on AMD processors it adds up the caches of all
+ * groups: 256 MiB, for example, where each group has 32 MiB. */
 static int64_t shared_cache(void) {
   char text[32] = "";
   FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r");
   if (file == NULL) return 0;
   if (fgets(text, sizeof text, file) == NULL) text[0] = 0;
   fclose(file);
-  int64_t kib = 0; /* the text is a number of KiB and a K */
+  int64_t kib = 0; /* the file holds a number of KiB and the letter K */
   for (const char *c = text; *c >= '0' && *c <= '9'; ++c) kib = 10 * kib + (*c - '0');
   return kib << 10;
 }
 
-/* A warning, since this library is loaded by programs that are not Python's, too. */
+/* Prints a warning instead of failing, because other programs than Python load the library, too. */
 static void ignore(const char *variable, const char *expected, const char *got) {
   fprintf(stderr, "extension_cpp: expected %s to be %s, but got '%s', which is ignored\n", variable,
           expected, got);

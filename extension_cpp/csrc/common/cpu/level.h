@@ -1,14 +1,16 @@
-/* Instruction sets. Each <op>_cpu.c is compiled once per level, with CPU_LEVEL_<NAME> defined.
- * CPU_ENTRY at the end of the file gives each level's object a symbol of its own, and the baseline
- * object also the public symbol, which picks a level at run time.
+/* Instruction sets for the CPU kernels. Each <op>_cpu.c is compiled once per level, with
+ * CPU_LEVEL_<NAME> defined. CPU_ENTRY, at the end of that file, defines a function whose name ends
+ * in the level's name. In the baseline object it also defines the public function, which picks a
+ * level at run time.
  *
- *   baseline  SSE2, which every x86-64 has. Elsewhere the only level, the compiler's default; so it
- *             is in a debug build (CPU_BASELINE_ONLY), which compiles in a third of the time
- *   v3        AVX2, FMA, F16C
- *   v4        AVX-512 F, BW, VL, DQ; for float64 it calls v3, which gives the same bits
+ *  baseline  SSE2, which every x86-64 processor has. It is the only level on other architectures,
+ *            with the compiler's default instructions, and in a debug build (CPU_BASELINE_ONLY),
+ *            which so compiles in a third of the time.
+ *  v3        AVX2, FMA, F16C
+ *  v4        AVX-512 F, BW, VL, DQ; for float64 it calls v3, which gives the same bits
  *
- * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 lowers the choice. It is read when the library is loaded.
- * (PyTorch's own variable of this kind is ATEN_CPU_CAPABILITY.) */
+ * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 selects a lower level than the processor has. It is read
+ * when the library is loaded. (PyTorch's own variable of this kind is ATEN_CPU_CAPABILITY.) */
 #ifndef EXTENSION_CPP_CPU_LEVEL_H
 #define EXTENSION_CPP_CPU_LEVEL_H
 
@@ -23,8 +25,9 @@ typedef enum { CPU_BASELINE, CPU_V3, CPU_V4 } cpu_level_t;
 cpu_level_t cpu_level(void);
 const char *cpu_level_name(cpu_level_t level);
 
-/* Whether a kernel that touches this many bytes should stream its stores past the caches. Only if
- * they exceed the last-level cache of a core: else the next reader of the output would miss. */
+/* Returns whether a kernel that reads and writes this many bytes should bypass the caches with its
+ * stores. It should if the bytes exceed the last-level cache. Smaller results stay in the cache for
+ * the op that reads them next. */
 int cpu_should_stream(int64_t bytes);
 
 #ifdef __cplusplus
@@ -40,9 +43,9 @@ int cpu_should_stream(int64_t bytes);
 #endif
 
 /* CPU_ENTRY(f, args_type) exports `void f(int64_t begin, int64_t end, void *args)`, the signature
- * that torch_parallel_for calls. It calls this file's `static void f##_range(int64_t begin, int64_t
- * end, const args_type *args)`. CPU_ENTRY_OF is for arguments whose `dtype` is not a member of
- * their own, such as rows.dtype. */
+ * that torch_parallel_for calls. The function calls `static void f##_range(int64_t begin, int64_t
+ * end, const args_type *args)` of the same file. CPU_ENTRY_OF is for argument structs in which the
+ * dtype is a nested member, such as rows.dtype. */
 #define CPU_ENTRY_LEVEL(name, args_type)                        \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args);  \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args) { \

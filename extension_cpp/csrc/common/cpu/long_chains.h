@@ -1,7 +1,8 @@
-/* For files whose kernels take an element through a long chain of operations, such as exp and a
- * division. Included before the kernels, this makes gcc compute several vectors side by side.
- * Otherwise it computes one after the other, and a processor looks ahead to two or three of them.
- * Norms, sums and losses gain nothing or get slower. */
-#if !defined(CPU_SMALL) /* there, helpers with other options would not be inlined */
+/* Include this before kernels that apply a long chain of operations to each element, such as exp
+ * and a division. It makes gcc interleave the chains of several vectors. Without it gcc emits one
+ * chain after the other, and the processor's out-of-order window covers only two or three of them.
+ * Norms, sums and losses do not include it, because they gain nothing or get slower. */
+/* at the baseline level, functions compiled with other options would not be inlined */
+#if !defined(CPU_SMALL)
 #pragma GCC optimize "schedule-insns"
 #endif

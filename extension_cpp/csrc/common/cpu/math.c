@@ -1,5 +1,5 @@
-/* Constants whose values compilers must not know: if c is a variable, gcc compiles `x < c ? c : x`
- * to one vmaxps; if c is a constant, to a compare and a blend. */
+/* Constants whose values the compiler must not see. gcc compiles `x < c ? c : x` to a single vmaxps
+ * if c is a variable, but to a compare and a blend if c is a constant. */
 #include "common/cpu/math.h"
 
 const float exp_zero_float = -88;

@@ -1,9 +1,9 @@
-/* exp, tanh and fused multiply-add for lane loops, in plain C that gcc and clang vectorise. tests/c
- * checks exp and tanh over every float.
+/* exp, log, tanh and fused multiply-add for loops over lanes, in plain C that gcc and clang
+ * vectorise. The tests in tests/c check exp and tanh for every float.
  *
- * exp(x) = 2^n * p(r), n = round(x / ln 2), r = x - n ln 2 in two parts (Cody and Waite), |r| <=
- * ln2/2. The polynomial is Sollya's fpminimax for exp's relative error on that interval
- * (exp_polynomial.sollya). */
+ * exp(x) = 2^n * p(r), with n = round(x / ln 2) and r = x - n ln 2, so that |r| <= ln2/2. The
+ * product n ln 2 is subtracted in two parts to keep its digits (Cody and Waite). The polynomial p
+ * minimises the relative error on that interval (fpminimax in scripts/exp_polynomial.sollya). */
 #ifndef EXTENSION_CPP_CPU_MATH_H
 #define EXTENSION_CPP_CPU_MATH_H
 
@@ -12,8 +12,8 @@
 
 #include "common/cpu/block.h"
 
-/* One rounding where the instruction exists. The baseline rounds twice: a call of libm's fmaf would
- * be far too slow. */
+/* Computes a * b + c with one rounding if the processor has the instruction. The baseline level
+ * rounds twice, because a call of libm's fmaf would be far too slow. */
 #if defined(__FMA__) || defined(__aarch64__)
 #define HAS_FMA 1
 ALWAYS_INLINE float fma_float(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -25,13 +25,13 @@ ALWAYS_INLINE double fma_double(double a, double b, double c) { return a * b + c
 #endif
 #define FMA(a, b, c) _Generic((a) + (b) + (c), float : fma_float, double : fma_double)(a, b, c)
 
-/* exp(x) * 2^64. Results whose exponent is far below float's keep all their digits until the last
- * multiplication, by EXP_UNSCALE. Valid for -131 <= x <= 44, the range in which callers use it. Any
- * other x, NaN included, gives an unspecified value; the caller replaces it by a selection or
- * multiplies it by x. */
+/* Returns exp(x) * 2^64. Because of this factor, results far below float's smallest normal number
+ * keep all their digits until the caller multiplies by EXP_UNSCALE. Valid for -131 <= x <= 44, the
+ * range that callers need. For any other x, NaN included, the result is unspecified, and the caller
+ * must replace it by a selection or multiply it by x. */
 #define EXP_UNSCALE_FLOAT 0x1p-64f
 ALWAYS_INLINE float exp_scaled_float(float x) {
-  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* n + 64 in the low bits */
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* the low bits hold n + 64 */
   const float n = shifted - (0x1.8p23f + 64);
   const float r = fma_float(n, -0x1.7f7d1cp-20f, fma_float(n, -0x1.62e4p-1f, x));
   float p = fma_float(r, 0x1.695428p-10f, 0x1.123b08p-7f);
@@ -42,10 +42,10 @@ ALWAYS_INLINE float exp_scaled_float(float x) {
   return bits_float(float_bits(p) + (float_bits(shifted) << 23));
 }
 
-/* The same by 2^(x / ln 2), which takes a third fewer operations: for 16-bit results. The relative
- * error is 2^-18.4 + 2^-24 |x| (exp2_polynomial.sollya). */
+/* Does the same for 16-bit results. It computes 2^(x / ln 2), which takes a third fewer operations.
+ * The relative error is 2^-18.4 + 2^-24 |x| (scripts/exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp_scaled_short_float(float x) {
-  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* n + 64 in the low bits */
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* the low bits hold n + 64 */
   const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 64) - shifted);
   float p = fma_float(r, 0x1.3a02fp-7f, 0x1.c9fc9cp-5f);
   p = fma_float(r, p, 0x1.ec0378p-3f);
@@ -54,20 +54,21 @@ ALWAYS_INLINE float exp_scaled_short_float(float x) {
   return bits_float(float_bits(p) + (float_bits(shifted) << 23));
 }
 
-/* float64 exists for gradcheck, which should run the real kernels. libm is fast enough for that. */
+/* float64 exists so that gradcheck can run the real kernels. libm is fast enough for that. */
 #define EXP_UNSCALE_DOUBLE 1.0
 ALWAYS_INLINE double exp_scaled_double(double x) { return exp(x); }
 
 #define EXP_SCALED(x) _Generic((x), float : exp_scaled_float, double : exp_scaled_double)(x)
 #define EXP_UNSCALE(x) _Generic((x), float : EXP_UNSCALE_FLOAT, double : EXP_UNSCALE_DOUBLE)
 
-/* exp(x) for x <= 88, as softmax needs it: 0 below about -87.7, where the result would be
- * subnormal, and so for -infinity. NaN stays NaN. One multiplication by 2^n is enough for this
- * range: its exponent field n + 127 stands in the low bits of `shifted`, and is 0 for the least
- * x. */
-/* -88, -126, -110, 44, -15; see common/cpu/math.c */
+/* The values are -88, -126, -110 and 44, and -15 for gelu_zero_float. common/cpu/math.c defines
+ * them and says why they are variables. */
 extern const float exp_zero_float, exp2_zero_float, logistic_zero_float, logistic_one_float;
 extern const float gelu_zero_float;
+/* Returns exp(x) for x <= 88, as softmax needs it. The result is 0 for x below about -87.7, where
+ * it would be subnormal, and for -infinity. NaN stays NaN. One multiplication by 2^n is enough for
+ * this range. The low bits of `shifted` hold the exponent field n + 127, which is 0 for the least
+ * x. */
 ALWAYS_INLINE float exp_softmax_float(float x) {
   x = x < exp_zero_float ? exp_zero_float : x;
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
@@ -81,8 +82,8 @@ ALWAYS_INLINE float exp_softmax_float(float x) {
   return p * bits_float(float_bits(shifted) << 23);
 }
 
-/* 2^r for |r| <= 1/2. The relative error is 2^-22.7 with degree 5. Degree 4 (2^-18.4) suffices for
- * 16-bit types (exp2_polynomial.sollya). */
+/* Returns 2^r for |r| <= 1/2. The relative error is 2^-22.7 with degree 5 and 2^-18.4 with degree
+ * 4, which suffices for 16-bit types (scripts/exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp2_polynomial(float r, int degree) {
   float p;
   if (degree == 5) {
@@ -98,7 +99,7 @@ ALWAYS_INLINE float exp2_polynomial(float r, int degree) {
   return fma_float(r, p, 1.0f);
 }
 
-/* x rounded to a whole number, for |x| < 2^22. */
+/* Returns x rounded to an integer (ties to even), for |x| < 2^22. */
 ALWAYS_INLINE float round_float(float x) {
 #if defined(__SSE4_1__) || defined(__aarch64__)
   return __builtin_rintf(x); /* one instruction */
@@ -107,9 +108,10 @@ ALWAYS_INLINE float round_float(float x) {
 #endif
 }
 
-/* exp_softmax_float by 2^(x / ln 2), which takes a quarter fewer operations. An error of up to
- * 2^-24 |x| comes on top of the polynomial's; a sum whose largest term is 1 hardly sees it. Returns
- * 2^r, and 2^n in *power: a sum may take their product in one FMA. */
+/* Computes exp(x) as exp_softmax_float does, but by 2^(x / ln 2), which takes a quarter fewer
+ * operations. This adds a relative error of up to 2^-24 |x| to that of the polynomial, which is
+ * negligible in a sum whose largest term is 1. The function returns 2^r and stores 2^n in *power,
+ * because a caller that sums can multiply and add them in one FMA. */
 ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
   x = x < exp_zero_float ? exp_zero_float : x;
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
@@ -118,15 +120,15 @@ ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
   return exp2_polynomial(r, degree);
 }
 
-/* Returns 2^x / 2 for x <= 127 in the two parts of exp_parts_float, and 0 for x <= -126. The
- * constant 126 is even, so ties round as in round_float. */
+/* Computes 2^x / 2 for x <= 127, in the same two factors as exp_parts_float. The result is 0 for x
+ * <= -126. The constant 126 is even, so that ties round as in round_float. */
 ALWAYS_INLINE float exp2_parts_float(float x, int degree, float *power) {
   x = x < exp2_zero_float ? exp2_zero_float : x;
   *power = bits_float(float_bits(x + (0x1.8p23f + 126)) << 23);
   return exp2_polynomial(x - round_float(x), degree);
 }
 
-/* float64 exists for gradcheck: libm is fast enough. */
+/* The float64 versions only serve gradcheck, for which libm is fast enough. */
 ALWAYS_INLINE double exp_softmax_double(double x) { return exp(x); }
 ALWAYS_INLINE double exp_parts_double(double x, int degree, double *power) {
   (void)degree;
@@ -134,7 +136,7 @@ ALWAYS_INLINE double exp_parts_double(double x, int degree, double *power) {
   return exp(x);
 }
 
-/* exp(x) / 2 */
+/* Computes exp(x) / 2, because LOG2E is 1 for double. */
 ALWAYS_INLINE double exp2_parts_double(double x, int degree, double *power) {
   const double p = exp_parts_double(x, degree, power);
   *power = 0.5;
@@ -144,18 +146,18 @@ ALWAYS_INLINE double exp2_parts_double(double x, int degree, double *power) {
 #define EXP_SOFTMAX(x) _Generic((x), float : exp_softmax_float, double : exp_softmax_double)(x)
 #define EXP_PARTS(x, degree, power) \
   _Generic((x), float : exp_parts_float, double : exp_parts_double)(x, degree, power)
-/* exp(x) = 2^(x LOG2E). For float64, exp stands in for 2^x. */
+/* exp(x) = 2^(x LOG2E). For float64 the EXP2 functions compute exp, so LOG2E is 1. */
 #define LN2 0.6931471805599453
 #define LOG2E(x) _Generic((x), float : 0x1.715476p0f, double : 1.0)
 #define EXP2_PARTS(x, degree, power) \
   _Generic((x), float : exp2_parts_float, double : exp2_parts_double)(x, degree, power)
-/* The functions above are exactly 0 here and below. */
+/* The functions above return exactly 0 for this argument and for all smaller ones. */
 #define EXP_ZERO(x) _Generic((x), float : exp_zero_float, double : -750.0)
 
-/* log(x) for normal x > 0; NaN stays NaN. x = 2^n (1 + r), |log(1 + r)| <= ln2/2
- * (log_polynomial.py). */
+/* Returns log(x) for normal x > 0. NaN stays NaN. x = 2^n (1 + r) with |log(1 + r)| <= ln2/2
+ * (scripts/log_polynomial.py). */
 ALWAYS_INLINE float log_float(float x) {
-  const uint32_t above = float_bits(x) - 0x3f3504f3; /* sqrt(1/2) */
+  const uint32_t above = float_bits(x) - 0x3f3504f3; /* 0x3f3504f3 are the bits of sqrt(1/2) */
   const float n = (float)((int32_t)above >> 23);
   const float r = bits_float((above & 0x7fffff) + 0x3f3504f3) - 1;
   float p = fma_float(r, -0x1.38b576p-4f, 0x1.055b68p-3f);
@@ -172,7 +174,7 @@ ALWAYS_INLINE float log_float(float x) {
 ALWAYS_INLINE double log_double(double x) { return log(x); }
 #define LOG(x) _Generic((x), float : log_float, double : log_double)(x)
 
-/* log(1 + x) for x >= 0; what 1 + x loses by rounding is added. */
+/* Returns log(1 + x) for x >= 0. The second term corrects the rounding error of 1 + x. */
 ALWAYS_INLINE float log1p_float(float x) {
   const float y = 1 + x;
   return log_float(y) + (x - (y - 1)) / y;
@@ -180,7 +182,7 @@ ALWAYS_INLINE float log1p_float(float x) {
 ALWAYS_INLINE double log1p_double(double x) { return log1p(x); }
 #define LOG1P(x) _Generic((x), float : log1p_float, double : log1p_double)(x)
 
-/* tanh: an odd polynomial near 0 (Sollya's fpminimax, relative error), beyond 0.65 by exp. */
+/* Returns tanh(x), for |x| < 0.65 by an odd polynomial (Sollya's fpminimax), else by exp. */
 ALWAYS_INLINE float tanh_float(float x) {
   const float square = x * x, size = x < 0 ? -x : x;
   float p = fma_float(square, -0x1.696b9cp-8f, 0x1.4f5dap-6f);

@@ -1,15 +1,14 @@
-/* Dropout for lane loops. The random bits of philox.h become masks of one bit per element, which a
- * loop of their own makes ahead of their use. A block takes 32 mask bits, from any element on. A
- * kernel that reads a row twice makes the row's mask once. */
+/* Dropout for loops over lanes. A separate loop turns the random bits of common/philox.h into masks
+ * of one bit per element, ahead of their use. A block takes 32 mask bits, starting at any element.
+ * A kernel that reads a row twice computes the row's mask only once. */
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
 #define EXTENSION_CPP_CPU_PHILOX_H
 
 #include "common/cpu/block.h"
 #include "common/philox.h"
 
-/* Lanes of the Philox rounds: one word of as many counters as fit a vector. A word is in the lower
- * half of its 64 bits, because products need 64. The upper halves of factors and sums are
- * ignored. */
+/* A vector for the Philox rounds holds one word each of COUNTERS counters. Each word is in the
+ * lower half of a 64-bit element, because its product has 64 bits. The upper halves are ignored. */
 #if defined(__AVX512F__)
 enum { COUNTERS = 8 };
 #elif defined(__AVX2__)
@@ -20,7 +19,7 @@ enum { COUNTERS = 2 };
 typedef uint64_t __attribute__((vector_size(8 * COUNTERS))) lanes_t;
 typedef uint32_t __attribute__((vector_size(8 * COUNTERS))) half_lanes_t;
 
-/* The 64-bit products of the lower halves. */
+/* Returns the 64-bit products of the lower halves. */
 ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 #if defined(__AVX512F__)
   return (lanes_t)_mm512_mul_epu32((__m512i)c, _mm512_set1_epi64(multiplier));
@@ -35,15 +34,15 @@ ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 
 ALWAYS_INLINE lanes_t upper_halves(lanes_t product) {
 #if defined(__AVX512F__)
-  /* Not a shift: shifts run on one port only, which the products need. */
+  /* A shift would run on a single execution port, which the products need. */
   return (lanes_t)_mm512_shuffle_epi32((__m512i)product, 0xf5);
 #else
   return product >> 32;
 #endif
 }
 
-/* Stores a byte per counter. Bit k says whether element k of the counter is kept: its bits, from
- * the four words, exceed last_dropped. */
+/* Stores one byte per counter. Bit k is set if element k of the counter's eight is kept: if its
+ * random bits, taken from the four words, exceed last_dropped. */
 ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_dropped) {
 #if defined(__AVX512F__)
   uint64_t bytes = 0;
@@ -69,11 +68,12 @@ ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_
 #endif
 }
 
-/* Numbers of elements, multiples of 64: HELD masks fit, and MADE_AT_ONCE are computed together.
- * These are few, so that the processor can compute them while it waits for memory. */
+/* Numbers of elements, both multiples of 64. The buffer holds the masks of HELD elements.
+ * MADE_AT_ONCE masks are computed together. This number is small, so that the processor computes
+ * them while it waits for memory. */
 enum { HELD = 16384, MADE_AT_ONCE = 512 };
 
-/* A dropout and the masks of elements [begin, end). The range is empty at first and grows. */
+/* The parameters of a dropout, and the masks of elements [begin, end), a range that grows. */
 typedef struct {
   uint64_t key[PHILOX_ROUNDS][2];
   double scale;
@@ -81,10 +81,10 @@ typedef struct {
   uint32_t last_dropped;
   int64_t begin, end;         /* multiples of 64 */
   int64_t until;              /* the first element that needs no mask */
-  uint8_t kept[HELD / 8 + 8]; /* 8 more: kept_bits reads 64 bits at any byte */
+  uint8_t kept[HELD / 8 + 8]; /* 8 extra bytes, because kept_bits reads 64 bits at any byte */
 } cpu_dropout_t;
 
-/* Starts a dropout of elements before `until`. */
+/* Initialises `state` for dropout of elements [0, until). */
 static inline void cpu_dropout_init(cpu_dropout_t *state, const dropout_t *dropout, int64_t until) {
   const uint64_t seed = dropout->seed ? (uint64_t)*dropout->seed : 0;
   for (uint32_t round = 0; round < PHILOX_ROUNDS; ++round) {
@@ -98,8 +98,8 @@ static inline void cpu_dropout_init(cpu_dropout_t *state, const dropout_t *dropo
   state->until = until;
 }
 
-/* Makes masks from element i on. The new masks replace the old ones if they do not continue them or
- * if the room is full. */
+/* Computes masks from element i on. They are appended to the existing masks if they continue them
+ * and there is room. Otherwise they replace them. */
 static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int64_t i) {
   if (i < state->begin || i > state->end || state->end - state->begin > HELD - MADE_AT_ONCE) {
     state->begin = state->end = i - i % 64;
@@ -111,7 +111,8 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
   for (; state->end < stop || state->end % 64 != 0; state->end += 8 * COUNTERS) {
     const uint64_t counter = (uint64_t)state->end / 8;
     lanes_t word[4] = {counter + steps};
-    word[1] += counter >> 32; /* one high word for all lanes: they do not cross 2^32 */
+    /* all lanes have the same high word, because they do not cross a multiple of 2^32 */
+    word[1] += counter >> 32;
 #pragma GCC unroll 7
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {
       const lanes_t product_0 = multiply(word[0], PHILOX_MULTIPLIER_0),
@@ -125,21 +126,21 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
   }
 }
 
-/* Makes sure that the masks of elements [i, i + n) exist, n <= MADE_AT_ONCE - 63. Past `until`
- * there are masks for the rest of one block. */
+/* Makes sure that the masks of elements [i, i + n) exist, for n <= MADE_AT_ONCE - 63. The last
+ * block may extend past `until`, so masks are computed for one more block. */
 ALWAYS_INLINE void cpu_dropout_hold(cpu_dropout_t *state, int64_t i, int64_t n) {
   if (__builtin_expect(i < state->begin || i + n > state->end, 0)) cpu_dropout_make(state, i);
 }
 
-/* Called before a row of n elements from i on that is read twice: forgets older masks if the row's
- * own would not fit behind them. */
+/* Call this before a row of n elements from i on that is read twice. It drops the existing masks if
+ * those of the row would not fit behind them. */
 ALWAYS_INLINE void cpu_dropout_begin_row(cpu_dropout_t *state, int64_t i, int64_t n) {
   const int64_t room = state->begin + HELD - MADE_AT_ONCE;
   if (i + n + BLOCK > room) state->begin = state->end = i - i % 64;
 }
 
-/* Bit k: whether element i + k is kept. Blocks need it past the end of a row too: the rest of a
- * block is 0, but 0 * scale may be NaN. */
+/* Returns 32 bits, of which bit k says whether element i + k is kept. Blocks need this past the end
+ * of a row, too: the elements there are 0, but 0 * scale may be NaN. */
 ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
   cpu_dropout_hold(state, i, BLOCK);
   const uint64_t at = (uint64_t)(i - state->begin);
@@ -148,7 +149,8 @@ ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
   return (uint32_t)(bits >> at % 8);
 }
 
-/* x if `kept`, else 0, without a selection: in a large loop gcc makes a branch of a selection. */
+/* Returns x if `kept` is 1, and 0 if it is 0. It uses a bit mask, because in a large loop gcc
+ * compiles a selection to a branch. */
 ALWAYS_INLINE float float_if(int kept, float x) {
   return bits_float(float_bits(x) & -(uint32_t)kept);
 }

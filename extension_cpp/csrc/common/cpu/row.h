@@ -1,11 +1,13 @@
-/* What kernels over rows share: the fold of a sum's lanes, and prefetches of later rows. */
+/* Functions that kernels over rows share: sums over lanes, prefetches of later rows, and a loop
+ * over the blocks of rows. */
 #ifndef EXTENSION_CPP_CPU_ROW_H
 #define EXTENSION_CPP_CPU_ROW_H
 
 #include "common/cpu/block.h"
 #include "common/range.h"
 
-/* Sums 32 lanes in a fixed tree. gcc makes scalar code of a loop that it unrolls completely. */
+/* Sums 32 lanes in a fixed tree. The pragmas keep gcc from unrolling the loops completely, because
+ * it compiles unrolled loops to scalar code. */
 #define DEFINE_FOLD(type)                                                     \
   ALWAYS_INLINE double fold_##type(const type *lane) {                        \
     double sum[16];                                                           \
@@ -19,9 +21,9 @@ DEFINE_FOLD(float)
 DEFINE_FOLD(double)
 #define FOLD(lane) _Generic((lane)[0], float : fold_float, double : fold_double)(lane)
 
-/* How far ahead the last pass over a row prefetches: one row, and at least 4 KiB if rows are
- * narrow. Wide rows are prefetched into the second-level cache; in the first level they would
- * evict each other. */
+/* How far ahead the last pass over a row prefetches. The distance is one row, or at least 4 KiB for
+ * narrow rows. Rows of 16 KiB and more (`wide`) are prefetched into the L2 cache, because in the L1
+ * cache they would evict each other. */
 typedef struct {
   int64_t bytes;
   int wide;
@@ -32,7 +34,7 @@ ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size) {
   return (ahead_t){bytes * (least > 1 ? least : 1), cols * size >= 16384};
 }
 
-/* Prefetches `bytes` bytes at distance `ahead` from p. */
+/* Prefetches `bytes` bytes at the distance `ahead` from p. */
 ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
   if (!ahead.wide) {
     prefetch(p, ahead.bytes, bytes);
@@ -43,16 +45,16 @@ ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
     __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
 }
 
-/* The number of elements of `size` bytes between p and the next multiple of 64 bytes. p is a
- * multiple of `size`. */
+/* Returns the number of elements of `size` bytes between p and the next multiple of 64 bytes. p
+ * must be a multiple of `size`. */
 ALWAYS_INLINE int64_t elements_to_line(const void *p, int64_t size) {
   return (64 - (int64_t)((uintptr_t)p % 64)) % 64 / size;
 }
 
-/* Calls block(args, i, c, n, stream) for the elements [begin, end) of rows of `cols` elements: n of
- * one row, from flat index i and column c on. A row of odd width may begin anywhere. The elements
- * before the next multiple of 64 bytes of `out`, where all elements are written, are stored apart,
- * so that the rest can be streamed. */
+/* Calls block(args, i, c, n, stream) for the elements [begin, end) of a matrix with rows of `cols`
+ * elements. Each call covers n elements of one row, from flat index i and column c on. `out` points
+ * to element 0 of the output. If `stream` is set, the elements before the next multiple of 64 bytes
+ * of `out` get a call of their own, so that the rest of the row can use non-temporal stores. */
 #define FOR_ROW_BLOCKS(block, args, begin, end, cols, out, stream)                               \
   do {                                                                                           \
     for (int64_t i = (begin), c = (begin) % (cols); i < (end); c = 0) {                          \

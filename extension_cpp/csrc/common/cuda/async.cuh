@@ -1,7 +1,7 @@
-// Asynchronous instructions from sm_90 (Hopper) on: bulk copies into shared memory, mbarriers, and
-// stores to the shared memory of other CTAs of a cluster. For older architectures, callers leave
-// them out with #if, or with `if (HAS_CLUSTERS)`, which needs an optimized build (nvcc -G: also
-// -dopt=on).
+// Asynchronous instructions of sm_90 (Hopper) and newer: bulk copies into shared memory, mbarriers,
+// and stores to the shared memory of other CTAs of a cluster. Code for older architectures must not
+// contain them. Callers exclude them with #if or with `if (HAS_CLUSTERS)`. The latter works only if
+// the compiler removes dead code: a build with nvcc -G also needs -dopt=on.
 #ifndef EXTENSION_CPP_CUDA_ASYNC_CUH
 #define EXTENSION_CPP_CUDA_ASYNC_CUH
 
@@ -33,8 +33,8 @@ __device__ inline uint4 load_shared(uint32_t address, bool is_there) {
   return v;
 }
 
-// Prefetches `bytes` bytes of global memory into the L2, without registers for the data. One thread
-// calls it. The address and the size are multiples of 16. Does nothing before sm_90.
+// Prefetches `bytes` bytes of global memory into the L2, without using registers for the data. One
+// thread calls it. The address and the size must be multiples of 16. Before sm_90 it does nothing.
 __device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t hint) {
 #if HAS_CLUSTERS
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global),
@@ -43,20 +43,21 @@ __device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_
 #endif
 }
 
-// A named barrier of `threads` threads of the CTA (a multiple of 32). `barrier` is 1 to 15.
+// Waits at a named barrier (1 to 15) for `threads` threads of the CTA, a multiple of 32.
 __device__ inline void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The number of this CTA in its cluster.
+// Returns the rank of this CTA in its cluster, or 0 before sm_90.
 __device__ inline int cluster_rank() {
   int rank = 0;
   if (HAS_CLUSTERS) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// A barrier of every thread of every CTA of the cluster, in two steps. The arrival is relaxed: the
-// only writes that it makes visible are initialisations of mbarriers before fence_mbarrier_init().
+// arrive_at_cluster() and wait_for_cluster() are the two halves of a barrier of all threads of all
+// CTAs of the cluster. The arrival is relaxed: it makes no writes visible but initialisations of
+// mbarriers before fence_mbarrier_init().
 __device__ inline void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -65,7 +66,7 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The whole barrier, which makes all writes visible.
+// A whole barrier of the cluster. It makes all earlier writes visible.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -83,8 +84,8 @@ __device__ inline void send_to(int rank, void *slot, const T &value) {
   }
 }
 
-// Initialises an mbarrier. A phase ends when `arrivals` threads have arrived and all bytes that
-// they announced with expect_bytes() have been written.
+// Initialises an mbarrier. A phase completes when `arrivals` threads have arrived and all the bytes
+// that they announced with expect_bytes() have been written.
 __device__ inline void init_mbarrier(uint64_t *barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
@@ -94,14 +95,14 @@ __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and adds `bytes` to the bytes that the phase waits for.
+// Arrives at the mbarrier, and adds `bytes` to the bytes that the current phase waits for.
 __device__ inline void expect_bytes(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-// Waits for the end of the phase, in which other CTAs of the cluster sent data.
+// Waits for the end of a phase in which other CTAs of the cluster send data.
 __device__ inline void wait_cluster_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -111,7 +112,7 @@ __device__ inline void wait_cluster_phase(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// The same for a phase of bulk copies that this CTA started.
+// Waits for the end of a phase of bulk copies that this CTA started.
 __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -121,9 +122,9 @@ __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// Starts a copy from global to shared memory, which counts its bytes at `barrier`. Both addresses
-// and the size are multiples of 16. Call it after a CTA barrier that follows all earlier reads of
-// the shared memory.
+// Starts an asynchronous copy from global to shared memory, whose bytes are counted at `barrier`.
+// Both addresses and the size must be multiples of 16. A CTA barrier must separate the call from
+// all earlier reads of that shared memory.
 __device__ inline void copy_bulk(uint32_t shared, const void *global, uint32_t bytes,
                                  uint64_t *barrier, uint64_t hint) {
   asm volatile(
@@ -133,8 +134,8 @@ __device__ inline void copy_bulk(uint32_t shared, const void *global, uint32_t b
       : "memory");
 }
 
-// Writes 8 bytes to the variable `slot` of CTA `rank` of the cluster, and counts them at `barrier`
-// of that CTA.
+// Writes 8 bytes to the variable `slot` in CTA `rank` of the cluster, and counts them at `barrier`
+// there.
 __device__ inline void send(float2 *slot, uint64_t *barrier, int rank, float2 value) {
   uint32_t to, at;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"

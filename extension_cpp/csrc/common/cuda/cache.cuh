@@ -1,25 +1,25 @@
-// L2 eviction hints: how long the lines that a kernel reads stay in the L2.
+// L2 eviction hints, which say how long the lines that a kernel reads should stay in the L2.
 //
-// A kernel that reads and writes tensors larger than the L2 runs 3 to 4 % faster on Hopper when the
-// lines that it reads are marked evict_last, so that they outlast the lines that it writes
-// (decision 005, L2 eviction hints). Marked lines would keep later kernels' lines out of
-// the L2, so the kernel marks the last ones evict_normal again before it ends.
+// On Hopper, a kernel that reads and writes tensors larger than the L2 runs 3 to 4 % faster if the
+// lines that it reads are marked evict_last. They then outlast the lines that it writes (decision
+// 005, L2 eviction hints). Marked lines would keep the data of later kernels out of the L2. The
+// kernel therefore marks the last lines that it read evict_normal again before it ends.
 #ifndef EXTENSION_CPP_CUDA_CACHE_CUH
 #define EXTENSION_CPP_CUDA_CACHE_CUH
 
 #include "common/cuda/vector.cuh"
 
-// The policy operand of a hinted load, which the host passes as a kernel parameter.
-// createpolicy.fractional gives these values on every architecture from sm_80 on.
+// The policy operand of a load with a hint. The host passes it as a kernel parameter. The
+// instruction createpolicy.fractional returns these values on every architecture from sm_80 on.
 enum CacheHint : uint64_t {
   NO_HINT = 0x10f0'0000'0000'0000,  // evict_unchanged
   EVICT_FIRST = 0x12f0'0000'0000'0000,
-  EVICT_LAST = 0x14f0'0000'0000'0000,  // outlasts lines without a hint
+  EVICT_LAST = 0x14f0'0000'0000'0000,  // kept longer than lines without a hint
 };
 
-// Loads 16 bytes of global memory. If `is_there` is false, nothing is read and every word is
-// `fill`. The predicate is part of the instruction: with a branch around each load nvcc would not
-// issue the loads back to back.
+// Loads 16 bytes of global memory. If `is_there` is false, nothing is read and each 32-bit word is
+// `fill`. The predicate is part of the load instruction, because with a branch around each load
+// nvcc would not issue the loads back to back.
 __device__ inline uint4 load_hinted(const void *p, bool is_there, uint64_t hint,
                                     uint32_t fill = 0) {
 #if __CUDA_ARCH__ >= 800
@@ -36,8 +36,8 @@ __device__ inline uint4 load_hinted(const void *p, bool is_there, uint64_t hint,
 #endif
 }
 
-// Marks the lines that hold the bytes [begin, end) evict_normal. `threads` threads share the lines;
-// this is thread number `thread`.
+// Marks the cache lines that hold the bytes [begin, end) evict_normal. The lines are divided among
+// `threads` threads; `thread` is the index of the calling thread.
 __device__ inline void release_lines(const void *begin, const void *end, int64_t thread,
                                      int64_t threads) {
 #if __CUDA_ARCH__ >= 800

@@ -1,15 +1,16 @@
-// Backward of ops with a bias over the last dimension: one pass over x and grad_out, each (rows,
-// cols), writes grad_x and sums the rows into grad_bias (cols).
+// Backward kernel of ops with a bias over the last dimension. One pass over x and grad_out, each of
+// shape (rows, cols), writes grad_x and sums over the rows into grad_bias (cols).
 //
-// A thread owns one 16-byte vector of columns, or a single column (width_of), and strides over the
-// rows of its CTA's share, with LOADS rows in flight. The bias and the sums of its columns stay in
-// registers. The CTA adds up the sums of its thread rows and writes one partial row. A second
-// kernel adds the partial rows in order. There are no atomics.
+// A thread owns the columns of one 16-byte vector, or a single column (width_of). It strides over
+// the rows of its CTA, with LOADS rows in flight, and keeps the bias and the sums of its columns in
+// registers. The CTA then adds the sums of its thread rows (threads with the same threadIdx.y) and
+// writes one row of partial sums. A second kernel adds these partial rows in order. No atomics are
+// used.
 //
 // Unaligned rows. Row r begins (phase + r * cols) % N elements after an aligned address. The rows
-// of a thread are a multiple of N apart and have the same offset, so a thread's columns are fixed
-// and all its accesses are aligned for any width. A vector that straddles the end of a row is read
-// whole and written element by element.
+// of a thread are a multiple of N apart and so have the same offset. A thread's columns are
+// therefore fixed and all its accesses are aligned, for any number of columns. A vector that
+// straddles the end of a row is loaded whole and stored element by element.
 #ifndef EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 #define EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 
@@ -24,25 +25,27 @@ struct Problem {
   const T *bias;
   const T *grad_out;
   T *grad_x;          // may be NULL
-  acc_t<T> *partial;  // (row blocks, tiles, halo + width); may be NULL
+  acc_t<T> *partial;  // (row blocks, tiles, halo + columns of a tile); may be NULL
   F f;
   int64_t rows;
   int64_t cols;
   int64_t tiles;  // CTAs per row
-  int64_t share;  // rows per CTA
+  int64_t share;  // rows per CTA (one row block)
   int phase;      // elements from an aligned address to x[0]; the same for grad_out and grad_x
-  int halo;       // largest shift of a row's tile, in columns: N - 1 if rows are unaligned, else 0
+  // how many columns a row's tile can begin early: N - 1 if rows are unaligned, else 0
+  int halo;
 };
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 2;
 constexpr int BLOCKS_PER_SM = 4;
-// The number of CTAs that run at once on the 132 SMs of an H100. It is fixed, so that sums do not
-// depend on the GPU.
+// The number of CTAs that run at once on the 132 SMs of an H100. It is a constant, so that the sums
+// do not depend on the GPU.
 constexpr int WAVE = 132 * BLOCKS_PER_SM;
 
-// The number of row blocks of at least 64 rows, for up to eight waves of CTAs: the smallest one
-// that wastes the least of the last wave. Differences below 2 % do not count.
+// Returns the number of row blocks, each of at least 64 rows, for at most eight waves of CTAs. It
+// is the smallest number that leaves the fewest idle CTAs in the last wave; a difference of less
+// than 2 % does not count.
 inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   const int64_t most = ceil_div(rows, 64);
   int64_t best = most < 1 ? most : 1;
@@ -55,7 +58,8 @@ inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   return best;
 }
 
-// How a shape is split, for vectors of n elements: tiles of threads_x vectors, and row blocks.
+// How a matrix is split: columns into tiles of threads_x vectors of n elements, and rows into
+// blocks.
 struct Geometry {
   int threads_x;
   int threads_y;
@@ -66,7 +70,8 @@ struct Geometry {
 
 constexpr int MAX_THREADS_X = 32;
 constexpr int MAX_THREADS_Y = 64;
-// threads_y is a multiple of this, and so of every n: the rows of a thread have the same phase.
+// threads_y is a multiple of this number, and so of every vector width n. All rows of a thread
+// therefore have the same phase.
 constexpr int MIN_THREADS_Y = 8;
 
 inline Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
@@ -81,8 +86,9 @@ inline Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
   return g;
 }
 
-// Processes one vector of a row, from column c on, at flat index i. If it straddles the row's end,
-// only the elements in the row are written. (Its sums outside the row are never read.)
+// Processes one vector of a row, from column c and flat index i on. If the vector straddles the end
+// of the row, only elements in the row are written. (Sums for columns outside the row are never
+// read.)
 template <typename T, int N, typename F>
 __device__ inline void one_vector(const Problem<T, F> &p, int64_t i, int64_t c,
                                   const Vector<T, N> &x_raw, const Vector<T, N> &g_raw,
@@ -103,8 +109,8 @@ __device__ inline void one_vector(const Problem<T, F> &p, int64_t i, int64_t c,
   }
 }
 
-// The same element by element, for vectors that extend past the tensor: before its first row or
-// after its last.
+// Does the same as one_vector element by element. It is for vectors that extend past the tensor,
+// before its first row or after its last, and so must not be loaded whole.
 template <typename T, int N, typename F>
 __device__ inline void one_edge(const Problem<T, F> &p, int64_t i, int64_t c,
                                 const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
@@ -116,8 +122,9 @@ __device__ inline void one_edge(const Problem<T, F> &p, int64_t i, int64_t c,
   }
 }
 
-// Processes LOADS rows of this thread from row r on. All are loaded before the first is used,
-// without conditions: nvcc would make branches of them, with one load in flight instead of LOADS.
+// Processes LOADS rows of this thread, starting at row r and `step` rows apart. All rows are loaded
+// before the first is used. The loads have no conditions, because nvcc would compile them to
+// branches and keep one load in flight instead of LOADS.
 template <typename T, int N, int LOADS, typename F>
 __device__ inline void some_rows(const Problem<T, F> &p, int64_t r, int step, int64_t c,
                                  const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
@@ -134,9 +141,9 @@ __device__ inline void some_rows(const Problem<T, F> &p, int64_t r, int step, in
   }
 }
 
-// Adds up the sums of the CTA's thread rows in order, and writes them to `partial` (row blocks,
-// tiles, halo + width). The first sum of a tile is for column tile * width - halo. Thread row y
-// begins shifts[y] columns before tile * width.
+// Adds the sums of the CTA's thread rows in order, and writes them to `partial` (row blocks, tiles,
+// halo + width). The first sum of a tile belongs to column tile * width - halo. The columns of
+// thread row y begin shifts[y] columns before tile * width.
 template <typename T, int N, typename F>
 __device__ inline void write_partial(const Problem<T, F> &p, int shift, const acc_t<T> (&sum)[N]) {
   __shared__ acc_t<T> fold[THREADS * N];
@@ -171,7 +178,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Proble
 #pragma unroll
     for (int k = 0; k < N; ++k)
       bias[k] = c + k >= 0 && c + k < p.cols ? to_acc(p.bias[c + k]) : acc_t<T>(0);
-    // Vectors that extend past the tensor: before its first row, or after its last.
+    // If this thread's vector in row 0 begins before the tensor, it is processed element by
+    // element. The last row is treated in the same way below if its vector ends after the tensor.
     if (c < 0 && r == 0) {
       one_edge<T, N>(p, c, c, bias, sum);
       r += step;
@@ -185,8 +193,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Proble
   if (p.partial != nullptr) write_partial<T, N>(p, shift, sum);
 }
 
-// grad_bias[c] = the sum of column c's partial sums: one per row block, or two in the halo of two
-// tiles. Eight threads sum every eighth row block each, and their sums are added in order.
+// Computes grad_bias[c], the sum of column c's partial sums. There is one per row block, or two if
+// the halo of the next tile also contains the column. Eight threads each sum every eighth row
+// block, and their sums are added in order.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     grad_bias_kernel(const acc_t<T> *partial, T *grad_bias, int64_t row_blocks, int64_t cols,
@@ -212,13 +221,13 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The offset of p from an aligned vector of `width` elements, in elements of `size` bytes.
+// Returns the offset of p from an aligned vector of `width` elements, in elements of `size` bytes.
 inline int phase_of(const void *p, int size, int width) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) / size % width);
 }
 
-// The elements of a vector: `widest` if it fits into a row and gives all tensors the same phase,
-// else 1.
+// Returns the number of elements in a vector. It is `widest` if that fits into a row and all
+// tensors have the same phase, and 1 otherwise.
 inline int width_of(const void *x, const void *grad_out, const void *grad_x, int size, int widest,
                     int64_t cols) {
   const auto has_phase_of_x = [&](const void *p) {
@@ -229,7 +238,7 @@ inline int width_of(const void *x, const void *grad_out, const void *grad_x, int
 
 template <typename T, typename F>
 cudaError_t backward(Problem<T, F> p, T *grad_bias, cudaStream_t stream) {
-  // float64 has one kernel, for single elements.
+  // float64 has only a kernel for single elements.
   constexpr int WIDEST = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
   const int width = width_of(p.x, p.grad_out, p.grad_x, sizeof(T), WIDEST, p.cols);
   p.phase = phase_of(p.x, sizeof(T), width);
@@ -251,9 +260,9 @@ cudaError_t backward(Problem<T, F> p, T *grad_bias, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// f(x, grad_out, bias, sum) adds an element to the sum of its column and returns the element of
-// grad_x. grad_x may be NULL; grad_bias may be NULL together with partial, which has
-// column_sums_partial_cuda() doubles.
+// Launches the kernels. f(x, grad_out, bias, sum) adds its term to the sum of the column and
+// returns the element of grad_x. grad_x may be NULL. grad_bias may be NULL together with partial,
+// which has room for column_sums_partial_cuda() doubles.
 template <typename T, typename F>
 cudaError_t launch(const void *x, const void *bias, const void *grad_out, void *grad_x,
                    void *grad_bias, double *partial, F f, int64_t rows, int64_t cols,

@@ -1,4 +1,4 @@
-// Dropout of elements in registers.
+// Dropout of elements that a kernel holds in registers.
 #ifndef EXTENSION_CPP_CUDA_DROPOUT_CUH
 #define EXTENSION_CPP_CUDA_DROPOUT_CUH
 
@@ -10,13 +10,13 @@ __device__ inline int64_t seed_of(const dropout_t &dropout) {
   return dropout.seed == nullptr ? 0 : *dropout.seed;
 }
 
-// A product that nvcc does not fuse with an addition, so that the bits are the same as on the CPU.
+// Returns a * b. nvcc fuses no addition into this product, so the bits are the same as on the CPU.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// Computes which elements of COUNT vectors of N elements are kept: bit k of masks[v] is for element
-// first[v] + k. N is 1, 2, 4 or 8, and first[v] is a multiple of N. The loop over rounds is the
-// outer one: the vectors share the keys of a round, and their latencies overlap.
+// Computes which elements of COUNT vectors of N elements are kept. Bit k of masks[v] is set if
+// element first[v] + k is kept. N is 1, 2, 4 or 8, and first[v] is a multiple of N. The outer loop
+// is over rounds, so that the vectors share the keys of a round and their latencies overlap.
 template <int N, int COUNT>
 __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, int64_t seed,
                             const int64_t (&first)[COUNT]) {
@@ -35,7 +35,7 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
 #pragma unroll
   for (int v = 0; v < COUNT; ++v) {
     uint32_t *const word = words[v].word;
-    // Selections, because an index would move `word` from registers to local memory.
+    // Words are selected by condition, because an index would move `word` to local memory.
     if (N <= 4 && first[v] & 4) word[0] = word[2], word[1] = word[3];
     if (N <= 2 && first[v] & 2) word[0] = word[1];
     masks[v] = 0;
@@ -47,20 +47,20 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
   }
 }
 
-// The same for the single element i.
+// Does the same for the single element i. Returns 1 if it is kept.
 __device__ inline uint32_t keep_one(const dropout_t &dropout, int64_t seed, int64_t i) {
   uint32_t masks[1];
   keep<1>(masks, dropout, seed, {i});
   return masks[0];
 }
 
-// Replaces elements whose mask bit is 0 by 0, and scales the others.
+// Scales the elements whose mask bit is 1, and sets the others to 0.
 template <typename A, int N>
 __device__ inline void drop(A (&x)[N], const dropout_t &dropout, uint32_t mask) {
   const A scale = sizeof(A) == 4 ? dropout.scale_float : dropout.scale;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    // The product is outside the selection, because nvcc would make a branch of it.
+    // The product is outside the selection, because nvcc would otherwise compile it to a branch.
     const A product = rounded_product(x[k], scale);
     x[k] = mask >> k & 1 ? product : A(0);
   }

@@ -1,10 +1,11 @@
-// exp and division by the hardware's approximations, accurate to 2 ulp (float64: exp and /).
+// exp and division by the hardware's approximate instructions, accurate to 2 ulp. For float64 they
+// are the exact exp and /.
 #ifndef EXTENSION_CPP_CUDA_EXP_CUH
 #define EXTENSION_CPP_CUDA_EXP_CUH
 
 #include "common/cuda/vector.cuh"
 
-// 2^x and 1 / x as single instructions. Subnormal inputs and results are 0.
+// Compute 2^x and 1 / x in one instruction each. Subnormal inputs and results are flushed to 0.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -16,11 +17,12 @@ __device__ inline float reciprocal_fast(float x) {
   return y;
 }
 
-// exp(x) as scaled * UNSCALE, for x <= 44. Any other x, NaN included, gives an unspecified value,
-// which the caller replaces by a selection or multiplies by x. float32: exp(x) * 2^64, so that
-// x exp(x) keeps its digits where exp(x) alone underflows. x is first reduced to |r| <= ln2/2,
-// because the error of the hardware's exp2 grows with its argument. Half types need neither, and
-// with eight elements per vector they are limited by instructions.
+// Exp<T>::scaled(x) returns exp(x) / UNSCALE for x <= 44. For any other x, NaN included, the result
+// is unspecified, and the caller must replace it by a selection or multiply it by x.
+// For float32, scaled(x) is exp(x) * 2^64, so that x exp(x) keeps its digits where exp(x) alone
+// would underflow. x is first reduced to |r| <= ln2/2, because the error of the hardware's exp2
+// grows with its argument. Half-precision results need neither the factor nor the reduction. With
+// eight elements per vector, their kernels are limited by instructions, so both are left out.
 template <typename T>
 struct Exp {
   static constexpr float UNSCALE = 1.0f;
@@ -30,7 +32,8 @@ template <>
 struct Exp<float> {
   static constexpr float UNSCALE = 0x1p-64f;
   static __device__ float scaled(float x) {
-    const float shifted = fmaf(x, 0x1.715476p0f, 0x1.8p23f);  // n = round(x / ln 2) in the low bits
+    // the low bits hold n = round(x / ln 2)
+    const float shifted = fmaf(x, 0x1.715476p0f, 0x1.8p23f);
     const float n = shifted - 0x1.8p23f;
     const float r = fmaf(n, -0x1.7f7d1cp-20f, fmaf(n, -0x1.62e4p-1f, x));
     const int p = __float_as_int(exp2_fast(r * 0x1.715476p0f));
@@ -47,7 +50,7 @@ struct Exp<double> {
 __device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 __device__ inline double divide(double a, double b) { return a / b; }
 
-// 1 / x for a normal x: the approximation and one Newton step, which makes it exact at x = 1.
+// Returns 1 / x for a normal x. One Newton step refines the approximation and makes 1 / 1 exact.
 __device__ inline float reciprocal(float x) {
   const float y = reciprocal_fast(x);
   return fmaf(fmaf(-x, y, 1.0f), y, y);

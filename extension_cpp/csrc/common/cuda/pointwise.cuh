@@ -1,11 +1,11 @@
-// Flat pointwise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j]. f may have a
-// last operand that is a broadcast row: row[i % cols]. Alternatively, the inputs are matrices with
-// a stride from row to row (launch_rows).
+// Element-wise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j]. f may have one
+// more operand, a row that is broadcast: row[i % cols]. Alternatively, the inputs are matrices with
+// a stride between rows (launch_rows).
 //
 // A CTA covers THREADS * VECTORS vectors of N elements. A thread loads all its vectors before it
-// computes, so that several 16-byte loads are in flight. Head elements, before the first aligned
-// address, and tail elements, after the last whole vector, are processed one by one. If the
-// pointers have different alignment, and for float64, N is 1.
+// computes, so that several 16-byte loads are in flight. The head elements before the first aligned
+// address and the tail elements after the last whole vector are processed one by one. N is 1 for
+// float64, and also if the pointers differ in their alignment.
 #ifndef EXTENSION_CPP_CUDA_POINTWISE_CUH
 #define EXTENSION_CPP_CUDA_POINTWISE_CUH
 
@@ -16,7 +16,7 @@ namespace pointwise {
 
 constexpr int THREADS = 128;
 constexpr int VECTORS = 2;
-// The elements of a vector.
+// The number of elements in a 16-byte vector. It is 1 for float64.
 template <typename T>
 constexpr int WIDEST = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
 
@@ -25,10 +25,11 @@ struct Tensors {
   const T *in[IN];
   T *out[OUT];
   int64_t numel;
-  int head;  // elements before the first aligned one
+  int head;  // number of elements before the first aligned one
 };
 
-// No row operand. Output element i, in row number r = row_of(i), reads in[j][i + gaps(r, j)].
+// The policy for no row operand. Output element i, of row r = row_of(i), reads in[j][i + gaps(r,
+// j)].
 struct NoRow {
   static constexpr int OPERANDS = 0;
   static __device__ uint32_t row_of(int64_t) { return 0; }
@@ -36,8 +37,8 @@ struct NoRow {
   static uint64_t ends() { return 0; }
 };
 
-// The last operand of f is p[i % cols]. `whole`: the columns of every vector are one aligned vector
-// of p.
+// The policy for a row operand: the last operand of f is p[i % cols]. `whole` is true if the
+// columns of every vector are one aligned vector of p. `aligned` is true if p itself is aligned.
 template <typename T>
 struct Row {
   static constexpr int OPERANDS = 1;
@@ -50,14 +51,14 @@ struct Row {
   static uint64_t ends() { return 0; }
 };
 
-// No row operand. The inputs have rows of `cols` elements, perhaps with gaps. With gaps
-// there are fewer than 2^32 elements, and each vector lies in one row.
+// The policy for inputs with rows of `cols` elements and perhaps gaps between them. It has no row
+// operand. If there are gaps, a launch has fewer than 2^32 elements, and each vector is in one row.
 template <int IN>
 struct RowStrides {
   static constexpr int OPERANDS = 0;
   bool has_gaps;
   uint32_t cols;
-  int64_t gap[IN];  // elements between two rows
+  int64_t gap[IN];  // elements between the end of a row and the begin of the next, for each input
   __device__ uint32_t row_of(int64_t i) const {
     return has_gaps ? static_cast<uint32_t>(i) / cols : 0;
   }
@@ -70,14 +71,14 @@ struct RowStrides {
   }
 };
 
-// Loads elements [c, c + N) of the 16-byte aligned row p from the two aligned vectors around them.
+// Loads elements [c, c + N) of p from two aligned vectors. p is aligned to 16 bytes.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
   static_assert(sizeof(T) * N == 16 && sizeof(T) == 2);
   const uint4 low = load_vector<T, N>(p + c / N * N), high = load_vector<T, N>(p + c / N * N + N);
   const int words = c % N / 2, half = c % 2 * 16;
-  // Skips whole words by selection (an index would move the registers to local memory), then half a
-  // word by a funnel shift.
+  // Whole words are skipped by selection, because indexing would move the registers to local
+  // memory. A half word is then skipped by a funnel shift.
   const bool two = words & 2, one = words & 1;
   const unsigned a0 = two ? low.z : low.x, a1 = two ? low.w : low.y, a2 = two ? high.x : low.z,
                  a3 = two ? high.y : low.w;
@@ -88,7 +89,8 @@ __device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
           __funnelshift_r(b2, b3, half), __funnelshift_r(b3, b4, half)};
 }
 
-// The index has 32 bits, because 64-bit division takes as long as the rest of a kernel.
+// Loads the elements of the broadcast row that belong to elements [i, i + N). The index is
+// converted to 32 bits, because a 64-bit division takes as long as the rest of a kernel.
 template <typename T, int N>
 __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) {
   int64_t c = static_cast<uint32_t>(i) % static_cast<uint32_t>(row.cols);
@@ -103,7 +105,7 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
   }
 }
 
-// Processes COUNT vectors of N elements: the first at element i, the others `step` elements apart.
+// Processes COUNT vectors of N elements, the first at element i, the others `step` elements apart.
 template <typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
 __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
                                     int64_t i, int step) {
@@ -144,13 +146,13 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
                 block = static_cast<int64_t>(blockIdx.x) * (THREADS * VECTORS);
   const int64_t vector = block + threadIdx.x;
   if (vector < vectors) {
-    // Where the tensors end, a thread without a second vector processes the first one twice: code
-    // for one vector would be another copy of f.
+    // At the end of the tensor, a thread without a second vector processes its first vector twice.
+    // Code for a single vector would be another copy of f.
     const int step = vector + (VECTORS - 1) * THREADS < vectors ? THREADS * N : 0;
     some_vectors<T, N, VECTORS>(t, row, f, t.head + vector * N, step);
   }
   if (N > 1 && blockIdx.x == 0) {
-    // The first threads take the head, the next ones the tail.
+    // The first threads of the CTA process the head elements, and the next ones the tail elements.
     const int64_t i = threadIdx.x + (threadIdx.x < t.head ? 0 : vectors * N);
     if (i < t.numel) some_vectors<T, 1, 1>(t, row, f, i, 0);
   }
@@ -158,15 +160,16 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
 
 // ---- host code; functions that do not depend on types are compiled once, not once per kernel ----
 
-// How the elements are divided: `head` elements, then vectors of `width`, in `ctas` CTAs.
+// How the elements are divided: `head` single ones, then vectors of `width`, among `ctas` CTAs.
 struct Division {
   int width, head;
   unsigned ctas;
 };
 
-// Chooses vectors of `widest` elements, of `size` bytes each, if all operands have the same offset
-// from an aligned address, else single elements. With gaps the offset must be 0, and no vector may
-// straddle the end of a row: `row_ends` is the bitwise or of the row's width and all gaps.
+// Chooses the vector width, in elements of `size` bytes. The width is `widest` if all operands have
+// the same offset from an aligned address, and 1 otherwise. `row_ends` is 0 without gaps. With gaps
+// it is the bitwise or of the row's width and all gaps. Vectors are then allowed only if that
+// offset is 0 and no vector straddles the end of a row.
 inline Division divide(const void *const *operands, int count, int size, int widest, int64_t numel,
                        uint64_t row_ends) {
   Division d{widest, 0, 1};
@@ -207,8 +210,9 @@ cudaError_t launch_once(const void *const (&in)[IN], void *const (&out)[OUT], in
   return cudaGetLastError();
 }
 
-// launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream). With a row operand, Row<T>{pointer,
-// cols} comes last, and each launch has fewer than 2^32 elements: whole rows, or a part of one row.
+// Computes out = f(in): launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream). A row operand
+// Row<T>{pointer, cols} may follow as the last argument. The elements are then divided among kernel
+// launches of fewer than 2^32 elements, each of whole rows or a part of one row.
 template <typename T, int IN, int OUT, typename F, typename R = NoRow>
 cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
                    void *stream, R row = {}) {
@@ -232,9 +236,9 @@ cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t
   }
 }
 
-// As launch, for inputs with gaps between their rows: row r of input j begins at in[j] + r *
-// strides[j]. The outputs have no gaps. If an input has gaps, the rows are divided among launches
-// of fewer than 2^32 elements, because row_of() has a 32-bit index.
+// Does the same for inputs with gaps between their rows. Row r of input j begins at in[j] + r *
+// strides[j]. The outputs have no gaps. If an input has gaps, the rows are divided among kernel
+// launches of fewer than 2^32 elements, because row_of() uses a 32-bit index.
 template <typename T, int IN, int OUT, typename F>
 cudaError_t launch_rows(const void *const (&in)[IN], const int64_t (&strides)[IN],
                         void *const (&out)[OUT], int64_t rows, int64_t cols, F f, void *stream) {

@@ -1,12 +1,12 @@
-// Sums over groups of threads. The N numbers of a thread are summed together, so that they share
-// barriers. The order of the additions is fixed, so every run gives the same bits. Every thread of
-// the group gets the result.
+// Sums over groups of threads. The N values of a thread are summed together, so that they share
+// barriers. The order of the additions is fixed, so that every run gives the same bits. Every
+// thread of the group gets the result.
 #ifndef EXTENSION_CPP_CUDA_REDUCE_CUH
 #define EXTENSION_CPP_CUDA_REDUCE_CUH
 
 #include <cuda_runtime.h>
 
-// Over `width` neighbouring lanes, a power of two up to 32. All lanes of the warp must call it.
+// Sums over `width` neighbouring lanes, a power of two up to 32. All lanes of a warp must call it.
 template <typename A, int N>
 __device__ inline void group_sum(A (&v)[N], int width = 32) {
 #pragma unroll
@@ -17,7 +17,7 @@ __device__ inline void group_sum(A (&v)[N], int width = 32) {
   }
 }
 
-// The maximum over `width` neighbouring lanes. It skips NaN, as fmaxf does.
+// Returns the maximum over `width` neighbouring lanes. It ignores NaN, as fmaxf does.
 template <typename A>
 __device__ inline A group_max(A v, int width = 32) {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ inline A group_max(A v, int width = 32) {
   return v;
 }
 
-// Over a block of THREADS threads, a power of two from 64 to 1024. All threads must call it.
+// Sums over a block of THREADS threads, a power of two from 64 to 1024. All threads must call it.
 template <int THREADS, typename A, int N>
 __device__ inline void block_sum(A (&v)[N]) {
   constexpr int WARPS = THREADS / 32;
@@ -41,7 +41,7 @@ __device__ inline void block_sum(A (&v)[N]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) v[n] = warps[threadIdx.x % WARPS][n];
   group_sum(v, WARPS);
-  __syncthreads();  // before the next call overwrites `warps`
+  __syncthreads();  // the next call must not overwrite `warps` earlier
 }
 
 #endif

@@ -1,5 +1,5 @@
-// Element types and vectors for CUDA kernels: arithmetic in float (float64: double), memory in
-// vectors of up to 16 bytes.
+// Element types and vectors for CUDA kernels. Arithmetic is in float (double for float64), and
+// memory is accessed in vectors of up to 16 bytes.
 #ifndef EXTENSION_CPP_CUDA_VECTOR_CUH
 #define EXTENSION_CPP_CUDA_VECTOR_CUH
 
@@ -38,8 +38,8 @@ __device__ inline T from_acc(acc_t<T> x) {
     return x;
 }
 
-// N elements as stored in memory. Vector is a built-in type, because nvcc loads and stores a struct
-// element by element.
+// Vector<T, N> holds N elements as they are stored in memory. It is a built-in type such as uint4,
+// because nvcc would load and store a struct element by element.
 template <int BYTES>
 struct Bits;
 template <>
@@ -61,7 +61,8 @@ struct Bits<2> {
 template <typename T, int N>
 using Vector = typename Bits<sizeof(T) * N>::type;
 
-// Loads a vector into registers. Load all vectors that should be in flight before you unpack one.
+// Loads a vector into registers. For several loads in flight, issue all before you unpack the
+// first.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_vector(const T *p) {
   return *reinterpret_cast<const Vector<T, N> *>(p);
@@ -70,9 +71,9 @@ __device__ inline Vector<T, N> load_vector(const T *p) {
 template <typename T, int N>
 __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
-    // A bfloat16 is the upper half of a float. nvcc compiles plain code to three instructions per
-    // word; these are two. __byte_perm keeps bytes 2 and 3 above zeros; with & instead, some
-    // kernels spill.
+    // A bfloat16 is the upper half of a float. nvcc compiles __bfloat162float to three instructions
+    // per word, and this code to two. __byte_perm keeps bytes 2 and 3 and fills the rest with
+    // zeros. With & in its place, some kernels spill registers.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
 #pragma unroll
@@ -81,7 +82,7 @@ __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
       x[k + 1] = __uint_as_float(__byte_perm(words[k / 2], 0, 0x3244));
     }
   } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
-    // In plain code nvcc splits each word of a predicated load in two and joins the halves again.
+    // With __half2float, nvcc would split each word of a predicated load and join the halves again.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
 #pragma unroll
@@ -114,14 +115,13 @@ __device__ inline Vector<T, N> pack(const acc_t<T> (&x)[N]) {
   return bits;
 }
 
-// Uses __stwb, because nvcc may split a plain store of a vector into narrow ones, at half the
-// speed.
+// Stores a vector with __stwb. nvcc may split a plain store into narrow ones, at half the speed.
 template <typename T, int N>
 __device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
   __stwb(reinterpret_cast<Vector<T, N> *>(p), pack<T, N>(x));
 }
 
-// The C++ type of a dtype, for host code:
+// Calls f with a zero of the C++ type that belongs to a dtype. For host code:
 //   with_dtype(dtype, [&](auto zero) { using T = decltype(zero); ... })
 // with_row_type is for kernels that hold rows in registers, which do not exist for float64.
 template <typename F>

@@ -1,5 +1,5 @@
-// The shims of element-wise ops of x and a bias along its last dimension (bias_gelu,
-// scale_bias_relu): checks, allocation and launches. `args` comes with the op's own options.
+// Shims of element-wise ops of x and a bias along its last dimension (bias_gelu, scale_bias_relu):
+// checks, allocation and launches. The caller has set the op's own options in `args`.
 #ifndef EXTENSION_CPP_BIAS_H
 #define EXTENSION_CPP_BIAS_H
 
@@ -8,8 +8,9 @@
 
 namespace extension_cpp {
 
-// The kernels take contiguous rows. If x has other strides, the result is copied into them at the
-// end. `cost`: of an element's arithmetic, relative to its memory traffic.
+// Runs the forward kernel and returns y. The kernels take contiguous rows, so if x has other
+// strides, the result is copied into y at the end. `cost` is the time of an element's arithmetic
+// relative to its memory traffic.
 template <typename Args>
 Tensor bias_forward(const char *op, const Kernel<Args> &kernel, Args args, const Tensor &x,
                     const Tensor &bias, int64_t cost) {
@@ -31,8 +32,9 @@ struct Needs {
   bool grad_x, grad_bias;
 };
 
-// Gradients that are not needed have no elements. On the CPU `sum_parts` adds the parts of
-// grad_bias that the kernel wrote, on a GPU the kernel adds them.
+// Runs the backward kernel and returns {grad_x, grad_bias}. Gradients that are not needed have no
+// elements. On the CPU the kernel writes grad_bias in parts, which `sum_parts` adds. On a GPU the
+// kernel also adds the parts.
 template <typename Args>
 std::tuple<Tensor, Tensor> bias_backward(const char *op, const Kernel<Args> &kernel,
                                          void (*sum_parts)(int64_t, int64_t, void *), Args args,
@@ -59,7 +61,8 @@ std::tuple<Tensor, Tensor> bias_backward(const char *op, const Kernel<Args> &ker
   args.rows = rows;
   args.cols = cols;
   const int64_t tiles = column_sums_tiles(cols);
-  // Without rows grad_bias is 0: on the GPU this kernel writes it, on the CPU the sums below do.
+  // Without rows grad_bias is 0. On the GPU this launch writes the zeros, on the CPU sum_parts
+  // does.
   if (rows > 0 || x.is_cuda())
     launch(op, kernel, args, x, column_sums_parts(rows, cols) * tiles, 1);
   if (needs.grad_bias && !x.is_cuda()) parallel_for(tiles, 1, sum_parts, &args);

@@ -6,7 +6,7 @@ namespace extension_cpp {
 
 static std::string text_of(std::string_view word) { return std::string(word); }
 
-// "float64, float32, bfloat16 or float16"
+// Returns the names as text: "float64, float32, bfloat16 or float16".
 static std::string names_of(Dtypes dtypes) {
   std::string text;
   int left = 0;
@@ -21,13 +21,13 @@ static std::string names_of(Dtypes dtypes) {
 
 static bool is_number(std::string_view word) { return word[0] >= '0' && word[0] <= '9'; }
 
-// The words of "[rows, 4, *]".
+// Splits a pattern such as "[rows, 4, *]" into its words.
 static std::vector<std::string_view> words_of(std::string_view pattern) {
   std::vector<std::string_view> words;
   for (size_t begin = 1; begin < pattern.size() - 1;) {
     const size_t end = std::min(pattern.find(',', begin), pattern.size() - 1);
     words.push_back(pattern.substr(begin, end - begin));
-    begin = end + 2;  // after ", "
+    begin = end + 2;  // skips ", "
   }
   return words;
 }
@@ -185,7 +185,7 @@ void Match::check_pattern(const char *name, const Tensor &x, std::string_view pa
                       : before != nullptr ? same_sizes(here.sizes(), before->sizes())
                                           : true;
     if (!fits) {
-      bound_.resize(known, here);  // the message has the sizes of the tensors before
+      bound_.resize(known, here);  // the message names only sizes of earlier tensors
       fail_shape(name, x, words);
     }
     if (before == nullptr && !is_number(word)) bound_.push_back(here);
@@ -196,7 +196,7 @@ void Match::check_relation(const char *name, const Tensor &x, std::string_view r
   const std::string_view like = relation.substr(relation.rfind(' ') + 1);
   const auto other = std::find_if(given_.begin(), given_.end(),
                                   [&](const Given &given) { return given.name == like; });
-  if (other == given_.end()) return;  // an optional tensor that is None
+  if (other == given_.end()) return;  // x is compared with an optional tensor that is None
   if (relation.substr(0, 5) == "like ")
     return check_shape(op_, name, x, other->name, *other->tensor);
   const Sizes from = x.sizes(), to = other->tensor->sizes();

@@ -1,4 +1,5 @@
-// Checks the tensors that an operator was given by what each of them is, in the schema's order:
+// Checks the tensor arguments of an operator against a description of each one, in the order of the
+// schema:
 //
 //   Match match("topk_gate");
 //   match("logits", logits, FLOATING, "[*, experts]");
@@ -6,7 +7,7 @@
 //   match("mask", mask, BOOL, "broadcasts to logits");
 //   const int64_t experts = match.size("experts");
 //
-// registration/match.py is its twin for fakes, with the same sentences.
+// registration/match.py does the same for fakes, with the same error messages.
 #ifndef EXTENSION_CPP_MATCH_H
 #define EXTENSION_CPP_MATCH_H
 
@@ -17,10 +18,10 @@
 
 namespace extension_cpp {
 
-// The dtypes that an argument may have: a set of them, or SAME, that of the first tensor, which is
-// then floating.
+// The dtypes that an argument may have: a set of dtypes, or SAME, which is the dtype of the first
+// tensor. The first tensor is then floating point.
 struct Dtypes {
-  uint64_t any;  // bit i: the ScalarType i
+  uint64_t any;  // bit i is set if ScalarType i is allowed
   bool same = false, or_float32 = false;
 };
 
@@ -32,38 +33,41 @@ constexpr Dtypes any_of(Types... types) {
 constexpr Dtypes FLOATING =
     any_of(ScalarType::Double, ScalarType::Float, ScalarType::BFloat16, ScalarType::Half);
 constexpr Dtypes INT64 = any_of(ScalarType::Long), BOOL = any_of(ScalarType::Bool);
-constexpr Dtypes SAME{0, true}, SAME_OR_FLOAT32{0, true, true};  // the latter if that is half
+// SAME_OR_FLOAT32 also allows float32 if the first tensor has a half type
+constexpr Dtypes SAME{0, true}, SAME_OR_FLOAT32{0, true, true};
 
 class Match {
  public:
   explicit Match(const char *op) : op_(op) {}
 
-  // Fails unless x is on the first tensor's device and has one of these dtypes and this shape:
-  //   "[rows, 4, *]"          an integer is that size. A name, and * for any number of dimensions,
-  //                           stands for the sizes that it had where it first occurred.
+  // Fails unless x is on the first tensor's device, has one of these dtypes, and has this shape:
+  //   "[rows, 4, *]"          A number is the size itself. A name stands for a size, and * for the
+  //                           sizes of any number of dimensions. Where a name or * occurs again, it
+  //                           stands for the same sizes.
   //   "like x"                the shape of the tensor that was given as x
-  //   "broadcasts to x"       a shape that PyTorch broadcasts to that of x
+  //   "broadcasts to x"       a shape that PyTorch can broadcast to the shape of x
   //   ""                      any shape
   void operator()(const char *name, const Tensor &x, Dtypes dtypes, const char *shape = "");
   void operator()(const char *name, const std::optional<Tensor> &x, Dtypes dtypes,
-                  const char *shape = "");  // None is allowed
+                  const char *shape = "");  // None is accepted without a check
   void operator()(const char *name, const std::vector<Tensor> &list, Dtypes dtypes,
-                  const char *shape = "");  // each tensor; in messages it is name[i]
-  // The tensors of the first list have one dtype. "like xs" of another list xs: as many tensors,
-  // and each of the shape of its xs[i].
+                  // checks every tensor of the list; messages name them name[i]
+                  const char *shape = "");
+  // All tensors of a list have one dtype if the list comes first. "like xs", for another list xs,
+  // means that both lists have the same length and that tensor i has the shape of xs[i].
 
-  // Fails if a number of the int64 tensor x is negative, or n or more; the message says where the
-  // first is. Numbers are read on the CPU alone, because on a GPU the call would wait for it: a
-  // kernel must leave out what is no index.
+  // Fails if a value of the int64 tensor x is negative, or n or more. The message gives the
+  // position of the first such value. Only CPU tensors are read, because on a GPU the call would
+  // have to wait for the data. A CUDA kernel must skip such values itself.
   void index(const char *name, const Tensor &x, int64_t n) const;
 
-  // Fails unless x has these sizes, which are those of the result `like`.
+  // Fails unless x has these sizes, which the message calls the sizes of the result `like`.
   void sizes(const char *name, const Tensor &x, Sizes sizes, const char *like) const;
 
-  // The first tensor's element type, which is floating.
+  // Returns the dtype of the first tensor, which must be floating point.
   dtype_t dtype() const { return check_dtype(op_, given_[0].name, *given_[0].tensor); }
 
-  // The size, or the product of the sizes, that a name or * stands for.
+  // Returns the size that a name stands for, or the product of the sizes that * stands for.
   int64_t size(std::string_view name) const;
 
  private:
@@ -75,13 +79,13 @@ class Match {
     const char *name;
     size_t length;
   };
-  // The sizes of dimensions [begin, end) of a tensor.
+  // A name, or *, and the dimensions [begin, end) of the tensor where it first occurred.
   struct Bound {
     std::string_view name;
     Given of;
     int64_t begin, end;
     Sizes sizes() const;
-    std::string place() const;  // "the last dimension of x"; "" where no words say it
+    std::string place() const;  // for messages, such as "the last dimension of x"; may be ""
   };
 
   const Bound *find(std::string_view name) const;
@@ -95,13 +99,12 @@ class Match {
   std::vector<Given> given_;
   std::vector<Bound> bound_;
   std::vector<List> lists_;
-  std::deque<std::string> names_;  // names of tensors in lists; given_ points to them
+  std::deque<std::string> names_;  // names of the tensors in lists; given_ points to these strings
 };
 
-// ---- shapes of results ----
-// joined({sizes_of(x.sizes(), 0, -1), {k}}): the sizes of x, but k as the last one.
+// joined({sizes_of(x.sizes(), 0, -1), {k}}) gives the sizes of x with the last one replaced by k.
 
-// Sizes [begin, end). Negative numbers count from the end.
+// Returns the sizes of dimensions [begin, end). Negative indices count from the end.
 std::vector<int64_t> sizes_of(Sizes sizes, int64_t begin = 0, int64_t end = INT64_MAX);
 int64_t size_of(Sizes sizes, int64_t dim);
 std::vector<int64_t> joined(const std::vector<std::vector<int64_t>> &parts);

@@ -8,7 +8,7 @@
 
 #ifdef WITH_CUDA
 #include "common/cuda/error.h"
-// Weak: a PyTorch without CUDA does not have the symbol, and must still load the library.
+// The symbol is weak, so that a PyTorch without CUDA, which lacks it, can load the library.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
                                                                                    void **stream);
 #endif
@@ -43,16 +43,16 @@ std::string dtype_string(ScalarType dtype) {
     case ScalarType::ComplexHalf: return "complex32";
     case ScalarType::ComplexFloat: return "complex64";
     case ScalarType::ComplexDouble: return "complex128";
-    default: break;  // the others have Python's name, with capitals
+    default: break;  // the names of the others are Python's names in capitals
   }
   std::string name = torch::headeronly::toString(dtype);
   for (char &c : name) c = static_cast<char>(std::tolower(c));
   return name;
 }
 
-// Python's None arrives as a tensor that is not defined. A storage of 0 bytes is what
-// x.untyped_storage().resize_(0) leaves, with which FSDP frees parameters. The pointer is then null
-// or, in a view, the view's offset.
+// Python's None arrives as an undefined tensor. A storage has 0 bytes after
+// x.untyped_storage().resize_(0), which FSDP calls to free parameters. The data pointer is then
+// null or, in a view, the view's offset, so a kernel must not run.
 void check_memory(const char *op, const char *name, const Tensor &x) {
   if (!x.defined()) fail(op, "expected " + std::string(name) + " to be a tensor, but got None");
   int64_t bytes = 0;
@@ -185,7 +185,8 @@ static int32_t shim_dtype(ScalarType dtype) {
   }
 }
 
-// PyTorch has printed the reason. The text begins like PyTorch's, which programs search for.
+// PyTorch has already printed the reason. The text begins like that of PyTorch's error, because
+// programs search for these words.
 [[noreturn]] static void fail_to_allocate(Sizes sizes, const Tensor &like) {
   std::string text = like.is_cuda() ? "CUDA out of memory." : "Out of memory.";
   text += " extension_cpp tried to allocate a tensor of shape " + to_string(sizes);
@@ -217,8 +218,8 @@ Tensor allocate(Sizes sizes, ScalarType dtype, const Tensor &like) {
   return allocate_strided(sizes, contiguous_strides(sizes), dtype, like);
 }
 
-// As PyTorch's is_non_overlapping_and_dense: sorted by stride, each dimension begins where the
-// smaller ones end.
+// Does the same as PyTorch's is_non_overlapping_and_dense. In order of stride, each stride must be
+// the product of the sizes of all dimensions with smaller strides.
 bool is_dense(const Tensor &x) {
   if (x.is_contiguous()) return true;
   const Sizes sizes = x.sizes(), strides = x.strides();
@@ -236,8 +237,8 @@ bool is_dense(const Tensor &x) {
   return true;
 }
 
-// 1 if dimension a of x lies outside dimension b in memory, -1 if it lies inside, 0 if sizes and
-// strides do not decide.
+// Returns 1 if dimension a of x must be outside of dimension b in memory, -1 if it must be inside,
+// and 0 if sizes and strides do not decide.
 static int compare_dims(const Tensor &x, size_t a, size_t b) {
   const int64_t stride_a = x.stride(a), stride_b = x.stride(b);
   if (stride_a == 0 || stride_b == 0) return 0;
@@ -245,14 +246,14 @@ static int compare_dims(const Tensor &x, size_t a, size_t b) {
   return x.size(a) > x.size(b) ? 1 : 0;
 }
 
-// The strides that PyTorch's pointwise operators give a result: x's own if x is dense, else dense
-// strides in x's order of dimensions. The insertion sort is PyTorch's (infer_dense_strides in
-// ATen/ExpandUtils.cpp), because another algorithm may choose another order if several are
-// possible.
+// Returns the strides that PyTorch's element-wise operators give a result. These are x's own
+// strides if x is dense, and dense strides in x's order of dimensions otherwise. The insertion sort
+// is copied from PyTorch (infer_dense_strides in ATen/ExpandUtils.cpp), because if several orders
+// are possible another algorithm may choose another one.
 static std::vector<int64_t> preserved_strides(const Tensor &x) {
   if (is_dense(x)) return {x.strides().begin(), x.strides().end()};
   const auto dims = static_cast<size_t>(x.dim());
-  std::vector<size_t> order(dims);  // the innermost dimension first
+  std::vector<size_t> order(dims);  // begins with the innermost dimension
   for (size_t i = 0; i < dims; ++i) order[i] = dims - 1 - i;
   for (size_t i = 1; i < dims; ++i) {
     for (size_t place = i, j = i; j-- > 0;) {
@@ -276,8 +277,8 @@ Tensor allocate_like(const Tensor &x) {
   return allocate_strided(x.sizes(), preserved_strides(x), x.scalar_type(), x);
 }
 
-// Whether tensors of one shape store their elements in the same order. The stride of a dimension of
-// size 1 has no meaning.
+// Returns whether two tensors of the same shape store their elements in the same order. Strides of
+// dimensions of size 1 are ignored.
 static bool same_strides(const Tensor &x, const Tensor &y) {
   const Sizes sizes = x.sizes(), a = x.strides(), b = y.strides();
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -297,7 +298,7 @@ Tensor as_contiguous(const Tensor &x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
-// The stride from row to row, or -1 if x's strides do not describe rows that do not overlap.
+// Returns the stride between rows, or -1 if x's strides do not describe rows without overlap.
 static int64_t row_stride(const Tensor &x, int64_t row_dims) {
   int64_t cols = 1, d = x.dim() - 1;
   for (; d >= x.dim() - row_dims; cols *= x.size(d--)) {

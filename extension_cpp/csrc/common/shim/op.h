@@ -1,6 +1,6 @@
 // What the shims of all ops use: checks that raise errors, allocation, layouts, and launch(), which
-// runs a kernel on PyTorch's thread pool or on its current CUDA stream. It needs only PyTorch's
-// stable ABI.
+// runs a kernel on PyTorch's thread pool or on its current CUDA stream. Only PyTorch's stable ABI
+// is used.
 #ifndef EXTENSION_CPP_OP_H
 #define EXTENSION_CPP_OP_H
 
@@ -35,15 +35,15 @@ std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
 std::string dtype_string(ScalarType dtype);  // "float32", as in Python
 inline std::string dtype_string(const Tensor &x) { return dtype_string(x.scalar_type()); }
 
-// Fails unless x is a tensor, and has memory if it has elements: its storage may have been freed.
-// Every tensor argument of an op goes through check_dtype or check_device, which call this, also in
-// the checks that are made of them.
+// Fails unless x is a tensor. Also fails if x has elements but no memory, because its storage may
+// have been freed. check_dtype and check_device call this function. All other checks of tensors
+// call one of these two, so every tensor argument of an op is covered.
 void check_memory(const char *op, const char *name, const Tensor &x);
 
-// x's element type. Fails unless kernels support it; `hint` is appended to the message.
+// Returns x's dtype. Fails if kernels do not support it; `hint` is appended to the message.
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const char *hint = "");
 
-// Fails unless x is on the device of `like`.
+// Fails unless x is on the same device as `like`.
 void check_device(const char *op, const char *name, const Tensor &x, const char *like_name,
                   const Tensor &like);
 
@@ -51,13 +51,13 @@ void check_device(const char *op, const char *name, const Tensor &x, const char 
 void check_same(const char *op, const char *name, const Tensor &x, const char *like_name,
                 const Tensor &like);
 
-// The type in which kernels compute and accumulate.
+// Returns the dtype in which kernels compute and accumulate.
 inline dtype_t acc_dtype(dtype_t dtype) {
   return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
 }
 
-// x's element type. Fails unless x has the device of `like` and its dtype or, if that is a half
-// type, float32.
+// Returns x's dtype. Fails unless x is on the device of `like` and has its dtype. If `like` has a
+// half type, x may also be float32.
 dtype_t check_same_or_float32(const char *op, const char *name, const Tensor &x,
                               const char *like_name, const Tensor &like);
 
@@ -65,34 +65,36 @@ dtype_t check_same_or_float32(const char *op, const char *name, const Tensor &x,
 void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name,
                  const Tensor &like);
 
-// check_same, then check_shape.
+// Calls check_same, then check_shape.
 void check_like(const char *op, const char *name, const Tensor &x, const char *like_name,
                 const Tensor &like);
 
-// x's element type. Fails unless bias is like x and has the size of x's last dimension.
+// Returns x's dtype. Fails unless bias has x's device and dtype, and its shape is x's last
+// dimension.
 dtype_t check_bias(const char *op, const Tensor &x, const Tensor &bias);
 
-// `dim` as an index from 0. Fails unless x has it; a 0-d tensor has the dimensions 0 and -1, as in
-// PyTorch.
+// Returns `dim` as an index that counts from 0. Fails if x has no such dimension. As in PyTorch, a
+// 0-d tensor has the dimensions 0 and -1.
 int64_t check_dim(const char *op, const Tensor &x, int64_t dim);
 
 // Fails unless 0 <= p <= 1.
 void check_probability(const char *op, double p);
 
-// Fails unless seed is one int64 number on x's device. Random ops draw from it (common/philox.h).
+// Fails unless seed is an int64 tensor with one element on x's device. Dropout derives its random
+// bits from this seed (common/philox.h).
 void check_seed(const char *op, const Tensor &seed, const Tensor &x);
 
 // ---- memory ----
 
 ScalarType scalar_type(dtype_t dtype);
 
-// The dtypes that a kernel can allocate and check for.
+// The dtypes that allocate() supports and that a Match can name.
 constexpr ScalarType EVERY_DTYPE[] = {
     ScalarType::Double,        ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
     ScalarType::Float8_e4m3fn, ScalarType::Long,  ScalarType::Int,      ScalarType::Short,
     ScalarType::Char,          ScalarType::Byte,  ScalarType::Bool};
 
-// Uninitialised, on the device of `like`.
+// Returns an uninitialised tensor on the device of `like`.
 Tensor allocate_strided(Sizes sizes, Sizes strides, ScalarType dtype, const Tensor &like);
 inline Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like) {
   return allocate_strided(sizes, strides, scalar_type(dtype), like);
@@ -102,41 +104,42 @@ inline Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like) {
   return allocate(sizes, scalar_type(dtype), like);
 }
 
-// Whether x's elements fill one block of memory without gaps or overlap, dimensions in any order.
+// Returns whether x's elements fill one block of memory without gaps or overlap, in any order.
 bool is_dense(const Tensor &x);
 
-// Allocates like torch.empty_like: with x's strides if x is dense, else with dense strides in x's
-// order of dimensions.
+// Allocates as torch.empty_like does. The result has x's strides if x is dense. Otherwise it has
+// dense strides in x's order of dimensions.
 Tensor allocate_like(const Tensor &x);
 
-// x itself if it has the strides of `like`, else a copy with these strides. `like` is dense and has
-// x's shape.
+// Returns x itself if it has the strides of `like`, and a copy with these strides otherwise. `like`
+// must be dense and have x's shape.
 Tensor with_strides_of(const Tensor &x, const Tensor &like);
 
-// x itself if it is contiguous, else a contiguous copy.
+// Returns x itself if it is contiguous, and a contiguous copy otherwise.
 Tensor as_contiguous(const Tensor &x);
 
-// A tensor as a matrix: stride 1 within a row, one stride from row to row, no overlap of rows.
+// A tensor viewed as a matrix. The stride within a row is 1, the stride between rows is `stride`,
+// and rows do not overlap.
 struct Rows {
   Tensor tensor;
   int64_t stride;
 };
 
-// x as a matrix whose columns are its last `row_dims` dimensions: x itself if its strides allow it,
-// else a contiguous copy.
+// Returns x as a matrix whose columns are x's last `row_dims` dimensions. The tensor is x itself if
+// its strides allow it, and a contiguous copy otherwise.
 Rows as_rows(const Tensor &x, int64_t row_dims);
 
-// `to` with the values of `from`. Copies nothing if they are the same tensor.
+// Copies `from` into `to`, and returns `to`. Does nothing if they are the same tensor.
 Tensor copy_into(const Tensor &to, const Tensor &from);
 
-// The number of an int64 tensor of one element. On a GPU the call waits for it.
+// Returns the value of an int64 tensor of one element. If x is on a GPU, the call waits for it.
 int64_t number_of(const Tensor &x);
 
-// Fails if two elements of `x`, which the op writes, share memory (an expanded tensor).
+// Fails if elements of `x`, which the op writes, share memory, as in an expanded tensor.
 void check_writable(const char *op, const char *name, const Tensor &x);
 
-// Fails if the dense tensors `written` and `x` overlap but are not the same. A tensor that is not
-// dense is copied before or after the kernel, so its overlap does no harm.
+// Fails if the dense tensors `written` and `x` overlap without being the same. Tensors that are not
+// dense are not checked: they are copied before or after the kernel, so overlap does no harm.
 void check_no_partial_overlap(const char *op, const char *written_name, const Tensor &written,
                               const char *name, const Tensor &x);
 
@@ -148,11 +151,11 @@ struct Kernel {
   int (*cuda)(const Args *args, void *stream);
 };
 
-// KERNEL(muladd_forward): muladd_forward_cpu and, in a build with CUDA, muladd_forward_cuda.
+// KERNEL(muladd_forward) has muladd_forward_cpu and, in a build with CUDA, muladd_forward_cuda.
 #ifdef WITH_CUDA
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, name##_cuda }
-// The version of a function for x's device.
+// Expands to name_cuda or name_cpu, depending on the device of x.
 #define ON_DEVICE_OF(x, name) ((x).is_cuda() ? name##_cuda : name##_cpu)
 #else
 #define KERNEL(name) \
@@ -165,9 +168,10 @@ void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t,
 void *current_cuda_stream(const Tensor &x);
 void check_cuda(const char *op, int error);
 
-// Runs the kernel on x's device. On the CPU it runs over `items` work items; a thread gets at least
-// `grain`. An op without work returns before it launches. On a GPU a grid of no CTAs is an error.
-// On the CPU 0 items are refused, so that tests without a GPU see a missing return.
+// Runs the kernel on x's device. On the CPU it runs over `items` work items, with at least `grain`
+// items per thread. An op must return before this call if it has no work, because a CUDA grid of 0
+// CTAs is an error. On the CPU 0 items are refused, too, so that tests without a GPU find a missing
+// return.
 template <typename Args>
 void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items,
             int64_t grain) {
@@ -180,13 +184,14 @@ void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor
   check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));
 }
 
-// The cost of an exp, relative to the memory traffic of its element.
+// The time of an exp relative to the memory traffic of one element.
 constexpr int64_t EXP_COST = 8;
 
-// The fewest chunks per CPU thread: 128 KiB of traffic, with `bytes` bytes per element.
+// Returns the smallest number of chunks per CPU thread. It corresponds to 128 KiB of memory traffic
+// if each element takes `bytes` bytes.
 inline int64_t flat_grain(int64_t bytes) { return ceil_div(128 << 10, CHUNK * bytes); }
 
-// launch() for a flat op over args.numel elements.
+// Calls launch() for an element-wise op over args.numel elements of `bytes` bytes of traffic each.
 template <typename Args>
 void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x,
                  int64_t bytes) {
@@ -198,11 +203,11 @@ void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const T
 using torch::stable::detail::StableLibrary;
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);
 
-// A type in a schema, such as "int?", and the C++ type that PyTorch reads or writes for it.
+// A type as a schema spells it, such as "int?", and the C++ type for it.
 struct Type {
   std::string schema, cpp;
 };
-using Types = Type (*const *)();  // ends with nullptr
+using Types = Type (*const *)();  // an array that ends with nullptr
 
 template <typename T>
 struct TypeOf {
@@ -251,7 +256,7 @@ struct ResultsOf<std::tuple<T...>> {
   static constexpr Types types = TYPES_OF<T...>;
 };
 
-// A C++ function, as schemas are compared with it.
+// The types of a C++ function, and its boxed form. DEF compares the types with a schema.
 struct Function {
   Types arguments, results;
   BoxedKernel kernel;
@@ -264,21 +269,21 @@ struct FunctionOf<function> {
                                   TORCH_BOX(function)};
 };
 
-// DEF(m, "relu(Tensor x) -> Tensor", &relu) defines an operator. A schema is "name(arguments) ->
-// results". It is compared with the function: each argument, each result, and how many there are.
-// PyTorch does not compare them: where they differ, it reads the bits of one type as those of
-// another at each call. If they differ, the operator is not defined, and the import of the package
-// says why. (An exception would end the process: no frame between here and Python catches it.)
+// DEF(m, "relu(Tensor x) -> Tensor", &relu) defines an operator with the schema "name(arguments) ->
+// results". It compares the schema with the C++ function: the type of each argument and result, and
+// their number. PyTorch does not compare them. With a difference it would read the bits of one type
+// as those of another at each call. DEF therefore does not define such an operator, and the import
+// of the package raises the reason. (DEF must not throw, because no frame between here and Python
+// would catch the exception, which would end the process.)
 #define DEF(m, schema, ...) \
   ::extension_cpp::def(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
 
-// The same for an operator that is differentiable, and for its no-grad overload: the operator
-// <name>_no_grad, which has the same arguments and no Autograd kernel, for calls that record no
-// gradient. By default the overload has the operator's results and kernel.
-// DEF_WITH_FEWER_RESULTS(m, schema, &function, "Tensor", &no_grad_function): it returns only the
-// leading results, because only backward reads the others. Then there is a third operator,
-// <name>_all_results, which has all results and no Autograd kernel: for the forward of an
-// autograd.Function.
+// Does the same for a differentiable operator, and also defines its no-grad overload. That is the
+// operator <name>_no_grad, with the same arguments but without an Autograd kernel, for calls that
+// record no gradient. By default the overload has the same results and kernel. With
+// DEF_WITH_FEWER_RESULTS(m, schema, &function, "Tensor", &no_grad_function) it returns only the
+// leading results, because only backward reads the others. A third operator, <name>_all_results,
+// then returns all results. It has no Autograd kernel either: an autograd.Function calls it.
 #define DEF_WITH_NO_GRAD(m, schema, ...) \
   ::extension_cpp::def_with_no_grad(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
 #define DEF_WITH_FEWER_RESULTS(m, schema, function, no_grad_results, no_grad_function)             \
@@ -294,14 +299,14 @@ void def_with_fewer_results(StableLibrary &m, const char *schema, const Function
 // the no-grad overload returns all results.
 void def_in_python(StableLibrary &m, const char *schema, const char *no_grad_results = nullptr);
 
-// Register `kernel` for the operator `name`. It must belong to the function that DEF was given.
+// Register `kernel` for the operator `name`. It must be made from the function given to DEF.
 void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel);
 void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);
 
-// Registers a list of kernels for the dispatch keys CPU and, in a build with CUDA, CUDA:
+// Registers a list of kernels for the dispatch key CPU and, in a build with CUDA, also for CUDA:
 //   REGISTER_KERNELS(m) { impl_with_no_grad(m, "relu", TORCH_BOX(&relu)); }
-// The function behind it gets a name of its own: several shims may be compiled as one file.
+// This defines a function with a unique name, because several shims may be compiled as one file.
 #define REGISTER_KERNELS(m) REGISTER_BY(C10_CONCATENATE(register_kernels_, C10_UID), m)
 #define REGISTER_BY(function, m)                                           \
   static void function(::extension_cpp::StableLibrary &);                  \

@@ -1,4 +1,4 @@
-// Registration: schemas are compared with the C++ functions that implement them (op.h).
+// Registers operators. Their schemas are first compared with the C++ functions behind them (op.h).
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -10,19 +10,20 @@ namespace extension_cpp {
 // The suffixes of the overloads' names, as in registration/calls.py.
 constexpr char NO_GRAD[] = "_no_grad", ALL_RESULTS[] = "_all_results";
 
-// Why operators that do not fit their functions were left out, a line for each.
+// The errors of operators that were not defined because schema and function differ, one per line.
 static std::string &schema_errors() {
   static std::string errors;
   return errors;
 }
 
-// The kernels of the functions that DEF was given, by operator; nullptr if it does not fit.
+// The boxed functions given to DEF, by operator name. nullptr if a function does not fit its
+// schema.
 static std::map<std::string, BoxedKernel> &kernels() {
   static std::map<std::string, BoxedKernel> kernels;
   return kernels;
 }
 
-// The items between commas, without the commas in brackets: those of "Tensor x, int[2] d=[1, 2]".
+// Splits a list such as "Tensor x, int[2] d=[1, 2]" at its commas, except those inside brackets.
 static std::vector<std::string> split(const std::string &list) {
   std::vector<std::string> items;
   int depth = 0;
@@ -40,10 +41,12 @@ static std::vector<std::string> split(const std::string &list) {
   return items;
 }
 
-// The type at the begin of "Tensor(a!)? x=None" as TypeOf writes it: "Tensor?". SymInt[1] is int[].
+// Returns the type of an item such as "Tensor(a!)? x=None", spelled as TypeOf does: "Tensor?".
+// SymInt[1] becomes int[].
 static std::string type_of(const std::string &item) {
   std::string type;
-  char inside = '\0';  // the closing bracket of (...) or [...]; what is inside does not count
+  // inside (...) or [...]: the closing bracket that ends it; the characters inside are skipped
+  char inside = '\0';
   for (const char c : item) {
     if (inside == '\0' && c == ' ') break;
     if (c == ')' || c == ']') inside = '\0';
@@ -53,13 +56,14 @@ static std::string type_of(const std::string &item) {
   return type.compare(0, 6, "SymInt") == 0 ? type.substr(3).replace(0, 3, "int") : type;
 }
 
-// The name in "float s=1.0".
+// Returns the name in an item such as "float s=1.0".
 static std::string name_of(const std::string &item) {
   const std::string bare = item.substr(0, item.find('='));
   return bare.substr(bare.rfind(' ') + 1);
 }
 
-// "" if the function takes (`what` is "argument") or returns ("result") what the schema says.
+// Returns "" if schema and C++ function have the same types, and a message if not. `what` is
+// "argument" or "result".
 static std::string difference(const std::string &what, const std::vector<std::string> &items,
                               Types types) {
   size_t count = 0;
@@ -157,7 +161,7 @@ void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel ke
 
 }  // namespace extension_cpp
 
-// The package's __init__.py raises this text, if there is one.
+// Returns the collected errors, or "" if there are none. The package's __init__.py raises them.
 extern "C" __attribute__((visibility("default"))) const char *extension_cpp_schema_errors() {
   return extension_cpp::schema_errors().c_str();
 }

@@ -1,4 +1,4 @@
-// csrc/common/cuda/async.cuh for the CPU, where nothing is asynchronous.
+// Replaces csrc/common/cuda/async.cuh on the CPU, where nothing is asynchronous.
 #pragma once
 
 #include <cuda_runtime.h>

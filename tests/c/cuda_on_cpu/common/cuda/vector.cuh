@@ -1,4 +1,4 @@
-// csrc/common/cuda/vector.cuh for the CPU: see cuda_runtime.h.
+// Replaces csrc/common/cuda/vector.cuh on the CPU (see cuda_runtime.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 #include "common/dtype.h"
 
-// In float for a float: of ::exp there is only that of a double.
+// The kernels call these without std::. The global ::exp of C is only for double.
 using std::exp;
 using std::fma;
 using std::log1p;
@@ -47,7 +47,7 @@ struct __nv_bfloat16 {
   }
 };
 
-// By hand, because older compilers have no _Float16 in C++.
+// Written by hand, because older compilers have no _Float16 in C++.
 struct __half {
   uint16_t bits;
   __half() = default;
@@ -56,7 +56,7 @@ struct __half {
     const float size = std::fabs(x);
     int exponent;
     std::frexp(size, &exponent);
-    // Subnormal numbers, and 0, have the unit of the least normal one.
+    // 0 and subnormal numbers have the same spacing as the smallest normal numbers.
     exponent = size < 0x1p-14f ? -13 : exponent;
     // A significand of 2048 carries into the exponent.
     const float significand = std::nearbyint(std::ldexp(size, 11 - exponent));
