@@ -397,7 +397,7 @@ def write_objects(
             return ""
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
         write_if_new(folder / header, text)
-        # -MD: those of torch and the system, too; a compiler takes an old precompiled header without a word.
+        # -MD also lists headers of torch and of the system. Compilers use outdated precompiled headers without warning.
         file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
         return header
 

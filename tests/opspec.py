@@ -86,7 +86,7 @@ def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Calla
 
 @dataclass(frozen=True)
 class Terms:
-    """The size of the terms that add up to each element of a result or gradient (tests/judge.py)."""
+    """Bounds the rounding errors of a result or gradient by the size of the terms that add up to each element."""
 
     size: Tensor  # the sum of the terms' absolute values; broadcasts to the shape of the result
     c: float = 4.0  # how often a term and its partial sums are rounded, in units of eps

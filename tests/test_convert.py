@@ -647,8 +647,7 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
 
 
 def test_skip_takes_a_function_for_no_module() -> None:
-    """`skip` takes names of functions and of modules, even of a module named like a function, and does not report
-    them."""
+    """In `skip`, a name like layer_norm means the function, not a module of this name. `left` has no skipped module."""
     model = torch.nn.Sequential()
     model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
     assert convert(model, dry_run=True).left.keys() == {"drop"}

@@ -813,7 +813,7 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert finds imports in `except ImportError`, for which Python compiles an attribute's call differently."""
+    """convert finds torch.nn.functional imported in `except ImportError`, where Python compiles calls differently."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)

@@ -315,7 +315,7 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
         assert not TRACES.search(str(path)) and "extension_cpp" not in str(path)
         if text is not None and path.name not in ("LICENSE", "copied.sha256"):
             assert not TRACES.search(text.decode()) and b"extension_cpp" not in text.lower(), path
-        if text is not None and path.parts[0] == "tests":  # its imports, programs and sources are there, too
+        if text is not None and path.parts[0] == "tests":  # the modules and sources it names are in the package
             used = [f"tests/{module}*" for module in re.findall(r"\btests\.(\w+)", text.decode())]
             used += [f"tests/**/{source}" for source in re.findall(r'"(\w+\.c)"', text.decode())]
             assert not [pattern for pattern in used if not list(folder.glob(pattern))], path

@@ -428,7 +428,7 @@ def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
 
 
 def check_hostile_logits_over_classes(mesh: Any) -> None:
-    """Losses are right for large and masked logits, also if all of a process are masked. All get a NaN."""
+    """Losses are right for large and infinite logits, also if a process has only -inf. A NaN reaches all processes."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logits = maker(DEVICE, torch.float32)((8, 8)).detach()
@@ -509,7 +509,7 @@ def check_errors_over_classes(mesh: Any) -> None:
         with pytest.raises(RuntimeError, match=f"{op} {message}"):
             extension_cpp.cross_entropy(x, target, **options)
     y = x.detach().requires_grad_()
-    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # without the error, the loss's part would be missing
+    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # if this succeeded, the loss's part would be missing
     (g,) = torch.autograd.grad(loss, y, create_graph=True)
     with pytest.raises(RuntimeError, match="cross_entropy: the second derivative is not implemented"):
         torch.autograd.grad(g.full_tensor().sum(), y)

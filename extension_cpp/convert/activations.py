@@ -15,9 +15,9 @@ class Known(NamedTuple):
 
     function: str  # the name of its op, of torch.nn.functional's function, and of the formula in reference.py
     gated: str  # the op for activation(gate) * up
-    module: type[torch.nn.Module]  # the module of it, whose attributes have the names of `options`
+    module: type[torch.nn.Module]  # names the op, the function in torch.nn.functional and the formula in reference.py
     options: dict[str, Any]  # keyword arguments of function, gated and module
-    backward_options: tuple[bool, ...] = ()  # arguments of the backward operator of `gated` that replace these
+    backward_options: tuple[bool, ...] = ()  # PyTorch's module; the names of its attributes are those of `options`
 
 
 # The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. A new
