@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "extension_cpp" / "csrc"
 LIBRARY = "libextension_cpp.so"
 NAMESPACE = "extension_cpp"  # torch.ops.NAMESPACE.*; the package has the name in _namespace.py
-TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
+TORCH_MINIMUM = (2, 10)  # the oldest torch that the library supports; newer functions do not compile
 
 # Level names are those of the x86-64 psABI; common/cpu/level.h says how one is picked at run time.
 X86_LEVELS = {
@@ -86,7 +86,7 @@ CXX_OF_MANYLINUX = {
     "GLIBCXX_3.4.": {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39},
     "CXXABI_1.3.": {7: 17, 10: 24, 11: 27, 12: 31, 13: 34, 15: 39},
 }
-# gcc's C++ library reads this flag of glibc 2.32. The value 0 is always right: there may be other threads.
+# gcc's C++ library reads this flag, which glibc has from 2.32 on. 0 means that threads may run, which is always safe.
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
 # The compile times of extension_cpp on two cores that do nothing else.

@@ -176,7 +176,7 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches").parse(arguments)
-    torch.set_num_threads(1)  # the tensor is too small for more threads, and waiting for them would be timed
+    torch.set_num_threads(1)  # waiting for more threads would be timed, and the tensor is too small for them
     about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
     origin = results.run(options.device)("layer_norm")
     rows = [row | origin for row in measure(options.device, options.rounds)]

@@ -1,7 +1,5 @@
 """Tests python -m extension_cpp: the demo with a few steps, info, whether a build fits a machine, and
 error messages. test_scaffold.py tests new and new-package.
-
-new and new-package are in test_scaffold.py.
 """
 
 import json

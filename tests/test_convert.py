@@ -228,8 +228,8 @@ def test_norms_in_every_dtype(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, device: str) -> None:
-    """Llama rounds xhat and the product, and our norm rounds the product: together 1.5 eps, and a little more where
-    float32's error decides a rounding. Gemma rounds once, so that only such elements differ."""
+    """Llama's norm rounds xhat and the product, and ours only the product. They differ by up to 1.5 eps, or a little
+    more where float32's error decides a rounding. Gemma rounds once, so that only such elements differ."""
     x = torch.randn(256, 64, device=device, dtype=dtype)
     for norm, bound in ((LlamaRMSNorm(64), 1.5), (GemmaRMSNorm(64), 1.0)):
         torch.nn.init.normal_(norm.weight)

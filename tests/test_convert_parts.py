@@ -717,7 +717,7 @@ def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
 
 
 def test_one_function_in_two_layouts(calls: list[str]) -> None:
-    """The options say which dimension is which, where there are as many tokens as heads."""
+    """If there are as many tokens as heads, the function's options decide which dimension has the heads."""
     stock = convert_modules.OneByOne()
     module = copy.deepcopy(stock)
     convert(module)

@@ -49,7 +49,7 @@ class Addition:
     name: str
     files: dict[str, str]
     entry: str
-    reference: Callable[[int], str]  # called with the number of its first line
+    reference: Callable[[int], str]  # called with the number of the first line of the definition
     stub: str
     row: str
     section: str

@@ -300,7 +300,7 @@ def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
 
 
 def _is_none_test(node: ast.AST, total: str) -> bool:
-    """Returns whether a node is `x is None` or `x is not None`, where x is not the sum before it."""
+    """Returns whether a node is `x is None` or `x is not None`, where x is another variable than `total`."""
     match node:
         case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant()]):
             return name != total
