@@ -40,7 +40,7 @@ TORCH_MINIMUM = (2, 10)  # the oldest torch that the library supports; newer fun
 
 # Level names are those of the x86-64 psABI; common/cpu/level.h says how one is picked at run time.
 X86_LEVELS = {
-    # For processors older than 2013. A shorter build matters more than their speed (common/cpu/block.h).
+    # This level is for processors older than 2013, where a shorter build matters more than speed (common/cpu/block.h).
     "baseline": ["-DCPU_SMALL"],
     "v3": ["-mavx2", "-mfma", "-mf16c"],
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
@@ -53,8 +53,7 @@ C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 # Options beyond -O2 for kernels. gcc's -O3 also copies loops and functions, which takes long to compile.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
-# For shims, which check arguments, and for kernels at a level with CPU_SMALL. It takes two thirds of -O2's compile
-# time.
+# For shims, which only check arguments, and for kernels with CPU_SMALL. -O1 takes two thirds of -O2's compile time.
 LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # These macros remove parts of the headers that no .cu uses and that the compilers would parse three times for each .cu.

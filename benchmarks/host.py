@@ -22,7 +22,7 @@ from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
 
 ROWS, COLS, EPS = 8, 512, 1e-5
-CALLS = 50  # per batch: most batches end before the system interrupts the process, and fit into a GPU's queue
+CALLS = 50  # calls per batch, which most often end before the system interrupts, and fit into a GPU's queue
 
 # The mode of each pass, and the ways that are left out because they do the same as another way without autograd.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {

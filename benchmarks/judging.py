@@ -189,7 +189,7 @@ class Judge:
         return self._expected
 
     def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
-        """Returns the sums over all lines, where backward reads these outputs. Other results are of the last chunk."""
+        """Returns what is exact for results that are sums over all lines. Backward reads `outputs`, if given."""
         if self._sums is not None:
             return self._sums
         found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
@@ -205,7 +205,7 @@ class Judge:
         return found
 
     def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
-        """Returns the sums with those of one more chunk, which has this share of all lines."""
+        """Adds the sums of one more chunk, whose lines are this share of all lines."""
         exact = [x for _, x in truth.exact.tensors()]
         scaled = [x * share if x.dim() == 0 else x for x in exact]
         sizes = [

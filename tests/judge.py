@@ -160,7 +160,7 @@ class Rounded(TorchDispatchMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.info, self.generator = torch.finfo(dtype), torch.Generator().manual_seed(0)
-        self.eps = max(self.info.eps, 2.0**-30)  # less would drown in the reference's own rounding
+        self.eps = max(self.info.eps, 2.0**-30)  # smaller changes would be lost in the reference's own rounding
 
     def changed(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():

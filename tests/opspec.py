@@ -192,7 +192,7 @@ class OpSpec:
     # compares the copies as further results. `in_place` is the function itself.
     mutates: tuple[str, ...] = ()
     in_place: Callable[..., Any] | None = None
-    exact: tuple[int, ...] = ()  # results that must equal the rounded reference; integer results always must
+    exact: tuple[int, ...] = ()  # results that must equal the rounded reference, as integer results always must
     # The dtypes of floating-point results. None means the dtype of the call.
     result_dtypes: tuple[torch.dtype | None, ...] = ()
     # The reference in elementary operations, where PyTorch's own operator is wrong under torch.func's transforms.
@@ -210,7 +210,7 @@ class OpSpec:
     # A tree of partial results may give NaN, by inf * 0 or inf - inf, where the reference's loop gives an infinity.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    has_products: bool = False  # the op calls PyTorch's matrix products: it is not timed, its launches not counted
+    has_products: bool = False  # the op calls PyTorch's matrix products, is not timed, and its launches are not counted
     float_results: bool = False  # the results are float32 where the inputs are of a half type
     float_weights: bool = False  # one-dimensional inputs may be float32 where the others are of a half type
     # Further benchmarks of the op, by name. Their samples contain no random masks.

@@ -118,7 +118,7 @@ def test_info(capsys):
         assert [schema for schema in schemas if schema.startswith(f"extension_cpp::{name}(")] != []
 
 
-# Has only what the package asks of torch before it uses torch.
+# An imitation of torch with only what the package reads before it uses torch.
 NO_MORE_THAN_A_VERSION = """
 __version__ = "{}+cpu"
 class version: cuda = None

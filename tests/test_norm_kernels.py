@@ -76,7 +76,7 @@ def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
 
 
 def test_every_plan(device: str) -> None:
-    """Every row of the table of plans gives right results, forward and backward."""
+    """Results and gradients are right for every plan in the table of csrc/rows/plan.h."""
     problems = problems_of_every_plan()
     if device != "cuda":
         pytest.skip("there is a problem for each row of the table; only a GPU runs it by that row")
@@ -85,7 +85,7 @@ def test_every_plan(device: str) -> None:
         check(spec, next(iter(spec.sample_inputs(maker(device, getattr(torch, dtype)), (rows, cols)))))
 
 
-ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # out of 4096 rows; the first five suffice for the CPU's parts of 64
+ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # of 4096; the first five for the CPU, which takes 64 rows at a time
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
