@@ -319,7 +319,7 @@ def library_linker(cxx: list[str], torch: Path) -> tuple[list[str], list[str]]:
     command, stdcxx = linker(cxx)
     options = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
     if is_cross():
-        options += ["-L."]  # contains empty libraries with the names of torch's
+        options += ["-L."]  # this folder has empty libraries with the names of torch's
     else:  # -z defs makes undefined symbols errors of the link, not of the first import
         options += ["-Wl,-z,defs", f"-L{torch}/lib"]
     return command, [*options, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]

@@ -144,7 +144,7 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class Bench:
-    """What to time. The floor is the number of elements in each input and output, each read or written once."""
+    """Says what to time. The floor is the number of elements in each input and output, each read or written once."""
 
     sample: Callable[[Make, Sequence[int]], Sample]
     forward: float  # elements moved per element of the shape, at least

@@ -150,7 +150,7 @@ def test_half_inputs_against_float64(
     want = torch.autograd.grad(exact, used(name, doubles), [g.double() for g in grads])
     eps = torch.finfo(dtype).eps
     for a, b in zip(ours, exact, strict=True):
-        # Half a unit for y, and half a unit for s, whose error the norm multiplies by about 1 at most.
+        # The error is half a unit for y, and half a unit for s, which the norm multiplies by about 1 at most.
         assert a.dtype == dtype and (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
     for a, b, leaf in zip(got, want, used(name, leaves), strict=True):
         assert a.dtype == leaf.dtype
@@ -172,7 +172,7 @@ def test_forward_at_many_widths(
         leaves = inputs(cols, dtype, device, rows, weights)
         exact = composed(name, *(t.detach().double() for t in leaves), p, 3)
         for a, b in zip(fused(name, *leaves, p, 3), exact, strict=True):
-            # As in the test above, plus log2(cols) roundings of the sums of a row.
+            # The bound of the test above, plus log2(cols) roundings of the sums of a row.
             bound = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 

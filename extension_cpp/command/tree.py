@@ -44,7 +44,7 @@ class Plan:
 
 @dataclass
 class Addition:
-    """What one op adds to a tree: files by path, and its parts of the EDITED files."""
+    """Holds what one op adds to a tree: files by path, and its parts of the EDITED files."""
 
     name: str
     files: dict[str, str]

@@ -76,7 +76,7 @@ def error_inputs(device):
 
 @dataclass
 class LossTerms:
-    """Sizes of the loss and of the logits' gradient, and their changes where each logit changes by `moved`."""
+    """Holds the sizes of the loss and of the logits' gradient, and their changes if each logit changes by `moved`."""
 
     loss: Tensor
     gradient: Tensor
