@@ -36,11 +36,11 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "extension_cpp" / "csrc"
 LIBRARY = "libextension_cpp.so"
 NAMESPACE = "extension_cpp"  # torch.ops.NAMESPACE.*; the package has the name in _namespace.py
-TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
+TORCH_MINIMUM = (2, 10)  # the oldest torch that the library supports; newer functions do not compile
 
 # Level names are those of the x86-64 psABI; common/cpu/level.h says how one is picked at run time.
 X86_LEVELS = {
-    # For processors older than 2013. A shorter build matters more than their speed (common/cpu/block.h).
+    # This level is for processors older than 2013, where a shorter build matters more than speed (common/cpu/block.h).
     "baseline": ["-DCPU_SMALL"],
     "v3": ["-mavx2", "-mfma", "-mf16c"],
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
@@ -53,8 +53,7 @@ C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 # Options beyond -O2 for kernels. gcc's -O3 also copies loops and functions, which takes long to compile.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
-# For shims, which check arguments, and for kernels at a level with CPU_SMALL. It takes two thirds of -O2's compile
-# time.
+# For shims, which only check arguments, and for kernels with CPU_SMALL. -O1 takes two thirds of -O2's compile time.
 LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # These macros remove parts of the headers that no .cu uses and that the compilers would parse three times for each .cu.
@@ -86,7 +85,7 @@ CXX_OF_MANYLINUX = {
     "GLIBCXX_3.4.": {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39},
     "CXXABI_1.3.": {7: 17, 10: 24, 11: 27, 12: 31, 13: 34, 15: 39},
 }
-# gcc's C++ library reads this flag of glibc 2.32. The value 0 is always right: there may be other threads.
+# gcc's C++ library reads this flag, which glibc has from 2.32 on. 0 means that threads may run, which is always safe.
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
 # The compile times of extension_cpp on two cores that do nothing else.
@@ -320,7 +319,7 @@ def library_linker(cxx: list[str], torch: Path) -> tuple[list[str], list[str]]:
     command, stdcxx = linker(cxx)
     options = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
     if is_cross():
-        options += ["-L."]  # contains empty libraries with the names of torch's
+        options += ["-L."]  # this folder has empty libraries with the names of torch's
     else:  # -z defs makes undefined symbols errors of the link, not of the first import
         options += ["-Wl,-z,defs", f"-L{torch}/lib"]
     return command, [*options, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
@@ -397,7 +396,7 @@ def write_objects(
             return ""
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
         write_if_new(folder / header, text)
-        # -MD: those of torch and the system, too; a compiler takes an old precompiled header without a word.
+        # -MD also lists headers of torch and of the system. Compilers use outdated precompiled headers without warning.
         file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
         return header
 

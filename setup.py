@@ -45,7 +45,7 @@ class StableWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         library = Path(self.bdist_dir) / "extension_cpp" / build_library.LIBRARY
-        if not library.exists():  # an editable install asks before it builds; its wheel never leaves this machine
+        if not library.exists():  # an editable install gets its tag before the build; its wheel stays on this machine
             return "py3", "none", f"linux_{build_library.machine()}"
         asked = tuple(int(part) for part in os.environ.get("GLIBC", "0.0").split("."))
         major, minor = max(build_library.glibc_required(library), asked)

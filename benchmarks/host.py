@@ -22,7 +22,7 @@ from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
 
 ROWS, COLS, EPS = 8, 512, 1e-5
-CALLS = 50  # per batch: most batches end before the system interrupts the process, and fit into a GPU's queue
+CALLS = 50  # calls per batch, which most often end before the system interrupts, and fit into a GPU's queue
 
 # The mode of each pass, and the ways that are left out because they do the same as another way without autograd.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
@@ -176,7 +176,7 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches").parse(arguments)
-    torch.set_num_threads(1)  # the tensor is too small for more threads, and waiting for them would be timed
+    torch.set_num_threads(1)  # waiting for more threads would be timed, and the tensor is too small for them
     about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
     origin = results.run(options.device)("layer_norm")
     rows = [row | origin for row in measure(options.device, options.rounds)]

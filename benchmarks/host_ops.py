@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = BenchmarkParser("benchmarks host_ops", __doc__, "out/host-ops-DEVICE.json", 51, "batches")
     parser.add_argument("--op", nargs="+", choices=specs, default=list(specs), metavar="OP", help="(default: all)")
     options = parser.parse(arguments)
-    torch.set_num_threads(1)  # the tensors are too small for more threads, and waiting for them would be timed
+    torch.set_num_threads(1)  # waiting for more threads would be timed, and the tensors are too small for them
     about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
     origin = results.run(options.device)
     rows = [row | origin(op) for op in options.op for row in measure(specs[op], options.device, options.rounds)]

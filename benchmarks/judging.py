@@ -49,7 +49,7 @@ class Judge:
         self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         self.lines = sorted({0, self.count - 1, *inner[: LINES - 2].tolist()})
-        self.grads: list[tuple[Tensor, Tensor]] = []  # of each output: now, and before the last call
+        self.grads: list[tuple[Tensor, Tensor]] = []  # per output: the grad_out in use, and the one that replaces it
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}
@@ -69,9 +69,9 @@ class Judge:
 
     def renew(self) -> None:
         for now, later in self.grads or zip(tensors(self.sample), tensors(self.other), strict=True):
-            now.data.copy_(0.5 * later.data)  # a factor, because means of many numbers are nearly equal
+            now.data.copy_(0.5 * later.data)  # halved, because two draws of many numbers have nearly equal means
         poison = [torch.full_like(self.sample.args[0], float("nan")) for _ in range(4)]
-        del poison  # memory that is allocated next is full of NaN, so that it is never right
+        del poison  # new memory is now full of NaN, so that an element that no kernel writes is wrong
 
     def judge(self, name: str, result: Any) -> None:
         if name in self.skipped:
@@ -189,7 +189,7 @@ class Judge:
         return self._expected
 
     def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
-        """Returns the sums over all lines, for these outputs if backward reads them. The rest is of the last chunk."""
+        """Returns what is exact for results that are sums over all lines. Backward reads `outputs`, if given."""
         if self._sums is not None:
             return self._sums
         found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
@@ -205,7 +205,7 @@ class Judge:
         return found
 
     def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
-        """Returns the sums with those of one more chunk, which has this share of all lines."""
+        """Adds the sums of one more chunk, whose lines are this share of all lines."""
         exact = [x for _, x in truth.exact.tensors()]
         scaled = [x * share if x.dim() == 0 else x for x in exact]
         sizes = [

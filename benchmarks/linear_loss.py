@@ -24,7 +24,7 @@ SHAPES = {"cuda": (8192, 2048, 128256), "cpu": (512, 512, 8192)}
 
 
 def products(x: Tensor, weight: Tensor, target: Tensor) -> None:
-    """Computes the three products. The logits replace their gradient, with which a product takes the same time."""
+    """Computes the three products of forward and backward. The logits stand in for their gradient."""
     with torch.no_grad():
         logits = x @ weight.t()
         logits @ weight

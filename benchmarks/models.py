@@ -219,7 +219,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
     beside: dict[str, gradients.Error] = {}
     found: dict[str, Any] = {}
     for name, contender in [*contenders.items()]:
-        contender.model.train(not has_dropout)  # eval mode, which may compile again, only if there is dropout
+        contender.model.train(not has_dropout)  # a change to eval mode may compile again
         try:
             loss = contender.loss().item()
             errors = gradients.errors({key: each.grad for key, each in stock.named_parameters()}, exact)

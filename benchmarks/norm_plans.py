@@ -77,7 +77,7 @@ def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, obje
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    torch._functorch.config.donated_buffer = False  # one forward is followed by many backward calls
+    torch._functorch.config.donated_buffer = False  # allows many backward calls after one forward
     about = f"{results.machine(options.device)}, commit {results.commit()}"
     table = Table(*COLUMNS, title=about)
     options.path.parent.mkdir(parents=True, exist_ok=True)

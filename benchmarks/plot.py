@@ -122,7 +122,7 @@ def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_labe
             one.grid(alpha=0.3)
             if op == ops[-1]:
                 one.set_xlabel(x_label, fontsize=9)
-        for one in pair:  # after both panels, which share limits: a limit that is set does not follow later data
+        for one in pair:  # after both panels, because limits that are set do not follow later data
             if one.get_yscale() == "linear":
                 one.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)

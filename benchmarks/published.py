@@ -82,7 +82,7 @@ OVERVIEW_FILES = ("h100", "h100-gates", "h100-losses")
 
 
 def overview() -> str:
-    """Returns the percent of copy in bfloat16: one line per op, ours and the best other, the winner in bold."""
+    """Returns a table of percent of copy in bfloat16: a line per op, ours and the best other, the winner in bold."""
     lines, said = {}, []
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)

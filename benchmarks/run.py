@@ -33,7 +33,7 @@ SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Half types with float32 weights. The weights are the inputs of one dimension.
 MIXED = ("bfloat16+float32", "float16+float32")
-SLOW = 100  # times a copy: a slower call is timed once, and not in every round
+SLOW = 100  # a call slower than 100 copies is timed once, and not in every round
 # Keeps large blocks in the process. By default glibc returns them to the operating system, and every call pays for page
 # faults, as a user's calls do (--plain-malloc).
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -189,7 +189,7 @@ def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) ->
     torch._dynamo.reset()  # otherwise code compiled for other shapes would become dynamic
     is_loop = case.spec.by_hand is not None and case.spec.bench.stock is None  # torch.compile would unroll the loop
     if not options.no_compile and not is_loop:
-        functions["compile"] = torch.compile(stock, dynamic=False)  # for the timed shape alone, as at a first call
+        functions["compile"] = torch.compile(stock, dynamic=False)  # compiles the timed shape alone
     known = peers.PEERS.get(case.spec.name, {})
     if case.backward:
         libraries = [name for name in libraries if name not in peers.FORWARD_ALONE]
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.device == "cpu" and not options.plain_malloc and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEP_MEMORY})
-    torch._functorch.config.donated_buffer = False  # one forward is followed by many backward calls
+    torch._functorch.config.donated_buffer = False  # allows many backward calls after one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
     path = options.path

@@ -60,7 +60,7 @@ def heading(found: dict[str, Any]) -> str:
 
 
 def runs(rows: Sequence[results.Row], device: str) -> str:
-    """Names the runs of these rows and their commits, and says whether all rows or the marked ones are older."""
+    """Names the runs of these rows and their commits, and says whether all or the marked rows have older kernels."""
     commits = {row["run"]: row["commit"] for row in rows}
     said = f"run{'s' * (len(commits) > 1)} " + ", ".join(f"{number} ({commits[number]})" for number in sorted(commits))
     older = are_older(rows, device)

@@ -44,13 +44,13 @@ Curve = dict[str, Any]  # a run: its settings, and the losses and milliseconds o
 LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets about 1 - 1/e of its content
 
 
-# ---- three ways to compute the recurrence: a, b (B, T, width) to the states, the same shape ----
+# ---- three ways to compute the states of the recurrence from a and b, all of shape (B, T, width) ----
 
 
 def loop(a: Tensor, b: Tensor) -> Tensor:
     """Computes the formula step by step."""
     h, states = torch.zeros_like(b[:, 0]), []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # a slice's backward would fill all of (B, T, width)
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # a slice's gradient would fill (B, T, width)
         h = torch.addcmul(b_t, a_t, h)
         states.append(h)
     return torch.stack(states, dim=1)

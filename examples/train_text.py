@@ -323,7 +323,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     checkpoint = options.out / f"{options.ops}.pt"
     training = Training(options.ops, text, settings, not options.no_compile, parallel)
     if options.restart and training.rank == 0:
-        checkpoint.unlink(missing_ok=True)  # else a run stopped before its first one would continue from it
+        checkpoint.unlink(missing_ok=True)  # else, if this run stops before it saves, the next would resume from it
     if parallel:
         distributed.barrier()
     if checkpoint.exists():

@@ -121,7 +121,7 @@ def between(page: str, text: str, what: str, new: str) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """Returns everything that this script writes, by path."""
+    """Returns the texts of all files that this script writes, by path."""
     found = {PAGE: page(), STUB: stub()}
     for name, what, make in TABLES:
         path = ROOT / name

@@ -25,7 +25,7 @@ import build_library
 from scripts.planted_errors import CSRC, ERRORS, Planted
 
 ROOT = build_library.ROOT
-FOREIGN = 5  # so many failures that an unchanged copy has, too, make the tests useless
+FOREIGN = 5  # the tests are useless if so many of them also fail in an unchanged copy
 
 
 def planted_text(root: Path, error: Planted) -> str:

@@ -81,7 +81,7 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
 # CPU.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_ELEMENTS, MOST_DRAWN = 300 * 1025, 1 << 25
-DRAWN_ON_GPU = 1 << 20  # at least so many elements are drawn on the GPU: the CPU would take most of the test
+DRAWN_ON_GPU = 1 << 20  # the GPU draws larger tensors, because the CPU would take most of a test for them
 
 
 def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]], device: str) -> Tensor:

@@ -98,7 +98,7 @@ class Truth:
     """The exact results of a call, and the rounding errors that they may have."""
 
     exact: Result
-    terms: Callable[[], list[Terms]]  # terms of the outputs, followed by those of the gradients
+    terms: Callable[[], list[Terms]]  # of the outputs and then of the gradients
     keep_saved: bool = True
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class Expected:
 
 
 def terms_of(spec: OpSpec, call: Call) -> list[Terms]:
-    """Returns the terms of every output and of the gradient of each leaf."""
+    """Returns what bounds the rounding errors of every output and of the gradient of each leaf."""
     assert spec.terms is not None
     with torch.no_grad():
         outputs, gradients = spec.terms(call)
@@ -160,7 +160,7 @@ class Rounded(TorchDispatchMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.info, self.generator = torch.finfo(dtype), torch.Generator().manual_seed(0)
-        self.eps = max(self.info.eps, 2.0**-30)  # less would drown in the reference's own rounding
+        self.eps = max(self.info.eps, 2.0**-30)  # smaller changes would be lost in the reference's own rounding
 
     def changed(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():

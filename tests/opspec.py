@@ -86,7 +86,7 @@ def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Calla
 
 @dataclass(frozen=True)
 class Terms:
-    """The size of the terms that add up to each element of a result or gradient (tests/judge.py)."""
+    """Bounds the rounding errors of a result or gradient by the size of the terms that add up to each element."""
 
     size: Tensor  # the sum of the terms' absolute values; broadcasts to the shape of the result
     c: float = 4.0  # how often a term and its partial sums are rounded, in units of eps
@@ -144,7 +144,7 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class Bench:
-    """What to time. The floor is the number of elements in each input and output, each read or written once."""
+    """Says what to time. The floor is the number of elements in each input and output, each read or written once."""
 
     sample: Callable[[Make, Sequence[int]], Sample]
     forward: float  # elements moved per element of the shape, at least
@@ -192,7 +192,7 @@ class OpSpec:
     # compares the copies as further results. `in_place` is the function itself.
     mutates: tuple[str, ...] = ()
     in_place: Callable[..., Any] | None = None
-    exact: tuple[int, ...] = ()  # results that must equal the rounded reference; integer results always must
+    exact: tuple[int, ...] = ()  # results that must equal the rounded reference, as integer results always must
     # The dtypes of floating-point results. None means the dtype of the call.
     result_dtypes: tuple[torch.dtype | None, ...] = ()
     # The reference in elementary operations, where PyTorch's own operator is wrong under torch.func's transforms.
@@ -210,7 +210,7 @@ class OpSpec:
     # A tree of partial results may give NaN, by inf * 0 or inf - inf, where the reference's loop gives an infinity.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    has_products: bool = False  # the op calls PyTorch's matrix products: it is not timed, its launches not counted
+    has_products: bool = False  # the op calls PyTorch's matrix products, is not timed, and its launches are not counted
     float_results: bool = False  # the results are float32 where the inputs are of a half type
     float_weights: bool = False  # one-dimensional inputs may be float32 where the others are of a half type
     # Further benchmarks of the op, by name. Their samples contain no random masks.

@@ -59,8 +59,8 @@ def same(ours: list[Tensor] | str, by_hand: list[Tensor] | str, float_loss: bool
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.name in NAMES], ids=str)
 def test_one_tensor_in_another_dtype(spec: OpSpec, device: str) -> None:
-    """Under autocast, results and gradients are those of tensors that were cast by hand. If that is refused, so is
-    ours."""
+    """Under autocast, the op gives the results and gradients of tensors cast by hand, and refuses what it refuses of
+    them."""
     accepted = set()
     for dtype, other in itertools.permutations(DTYPES, 2):
         for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (4, 6))):

@@ -153,7 +153,7 @@ def test_lists_in_torchs_own_registration() -> None:
     assert value.tolist() == [2] * 3 and tangent.tolist() == [0] * 3
 
 
-# Outputs: layer_norm has three, and only one of them has a derivative.
+# ---- results: only the first of layer_norm's three has a derivative ----
 
 
 def test_outputs_and_the_name_of_the_node(tensors) -> None:

@@ -97,7 +97,7 @@ def test_contenders_share_their_weights(device: str) -> None:
 
 
 def test_what_liger_replaces_is_there_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replacements by Liger are active only while its contender runs. Here an imitation of Liger runs."""
+    """Liger's replacements are active only while Liger's contender runs. An imitation of Liger runs here."""
     stock, inputs = models.make(models.SMALL["llama-3.2-1b"], "cpu")
     module = sys.modules[type(stock).__module__]
     rotate, seen = module.apply_rotary_pos_emb, []

@@ -107,7 +107,8 @@ def level_here() -> str:
 
 
 def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> str:
-    """Compiles a source unless there is an object of this command, source and `seen`. `seen` has the headers."""
+    """Compiles a source, unless its object exists for this command and `seen`: the compiler's version and all
+    headers."""
     digest = hashlib.sha256(seen + repr(command).encode() + source.read_bytes()).hexdigest()[:16]
     compiled = COMPILED / f"{name}.{digest}.o"
     if not compiled.exists():
@@ -350,7 +351,8 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """Every row of the table of GPU norm plans is reached, and a forward plan does not depend on the rows' number."""
+    """Some shape reaches each row of the table of GPU norm plans. A forward's plan is the same for any number of
+    rows."""
     program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]

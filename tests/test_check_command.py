@@ -145,7 +145,7 @@ torch.library.custom_op(
 
 
 def mean_first(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.mean(-1), x.sin() + 100 - 100  # the error is only allowed if the judge knows the size of the terms
+    return x.mean(-1), x.sin() + 100 - 100  # this rounding error is allowed only if the judge knows that 100 was added
 
 
 def keep_x(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:

@@ -1,7 +1,5 @@
 """Tests python -m extension_cpp: the demo with a few steps, info, whether a build fits a machine, and
 error messages. test_scaffold.py tests new and new-package.
-
-new and new-package are in test_scaffold.py.
 """
 
 import json
@@ -120,7 +118,7 @@ def test_info(capsys):
         assert [schema for schema in schemas if schema.startswith(f"extension_cpp::{name}(")] != []
 
 
-# Has only what the package asks of torch before it uses torch.
+# An imitation of torch with only what the package reads before it uses torch.
 NO_MORE_THAN_A_VERSION = """
 __version__ = "{}+cpu"
 class version: cuda = None

@@ -228,8 +228,8 @@ def test_norms_in_every_dtype(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, device: str) -> None:
-    """Llama rounds xhat and the product, and our norm rounds the product: together 1.5 eps, and a little more where
-    float32's error decides a rounding. Gemma rounds once, so that only such elements differ."""
+    """Llama's norm rounds xhat and the product, and ours only the product. They differ by up to 1.5 eps, or a little
+    more where float32's error decides a rounding. Gemma rounds once, so that only such elements differ."""
     x = torch.randn(256, 64, device=device, dtype=dtype)
     for norm, bound in ((LlamaRMSNorm(64), 1.5), (GemmaRMSNorm(64), 1.0)):
         torch.nn.init.normal_(norm.weight)
@@ -647,8 +647,7 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
 
 
 def test_skip_takes_a_function_for_no_module() -> None:
-    """`skip` takes names of functions and of modules, even of a module named like a function, and does not report
-    them."""
+    """In `skip`, a name like layer_norm means the function, not a module of this name. `left` has no skipped module."""
     model = torch.nn.Sequential()
     model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
     assert convert(model, dry_run=True).left.keys() == {"drop"}

@@ -717,7 +717,7 @@ def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
 
 
 def test_one_function_in_two_layouts(calls: list[str]) -> None:
-    """The options say which dimension is which, where there are as many tokens as heads."""
+    """If there are as many tokens as heads, the function's options decide which dimension has the heads."""
     stock = convert_modules.OneByOne()
     module = copy.deepcopy(stock)
     convert(module)
@@ -813,7 +813,7 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert finds imports in `except ImportError`, for which Python compiles an attribute's call differently."""
+    """convert finds torch.nn.functional imported in `except ImportError`, where Python compiles calls differently."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)

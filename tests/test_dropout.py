@@ -78,7 +78,7 @@ def test_statistics_of_the_mask(p: float, device: str) -> None:
         deviation = math.sqrt(p / (1 - p))
         assert abs(y.mean().item() - 1) < 6 * deviation / math.sqrt(n)
         z = (y - 1) / deviation  # mean 0, variance 1
-        # The variance of z^2 is the fourth moment minus 1. At p = 0.5, z is 1 or -1, and it is 0 up to rounding.
+        # The variance of z^2 is the fourth moment minus 1. At p = 0.5, z^2 is 1, and this variance is 0 up to rounding.
         fourth = (p**3 + (1 - p) ** 3) / (p * (1 - p))
         assert abs(z.square().mean().item() - 1) <= 6 * math.sqrt((fourth - 1) / n) + 1e-12
         for k in (1, 2, 3, 4, 5, 8, 32, 128, 1024, 4096):

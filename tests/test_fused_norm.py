@@ -103,7 +103,7 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """A row has the same results alone and in a large tensor. A GPU has L2 policies and clusters."""
+    """A row has the same results alone and in a large tensor, for which a GPU kernel uses clusters or an L2 policy."""
     parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels
     step = max(1, size // (cols * 4) // 8) * 8  # parts begin at multiples of 16 bytes
     rows = [torch.randn(parts * step, cols + gap, device=device)[:, :cols] for _ in range(4)]
@@ -150,7 +150,7 @@ def test_half_inputs_against_float64(
     want = torch.autograd.grad(exact, used(name, doubles), [g.double() for g in grads])
     eps = torch.finfo(dtype).eps
     for a, b in zip(ours, exact, strict=True):
-        # Half a unit for y, and half a unit for s, whose error the norm multiplies by about 1 at most.
+        # The error is half a unit for y, and half a unit for s, which the norm multiplies by about 1 at most.
         assert a.dtype == dtype and (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
     for a, b, leaf in zip(got, want, used(name, leaves), strict=True):
         assert a.dtype == leaf.dtype
@@ -172,7 +172,7 @@ def test_forward_at_many_widths(
         leaves = inputs(cols, dtype, device, rows, weights)
         exact = composed(name, *(t.detach().double() for t in leaves), p, 3)
         for a, b in zip(fused(name, *leaves, p, 3), exact, strict=True):
-            # As in the test above, plus log2(cols) roundings of the sums of a row.
+            # The bound of the test above, plus log2(cols) roundings of the sums of a row.
             bound = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 

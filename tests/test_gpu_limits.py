@@ -47,7 +47,7 @@ def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong:
     gradients = torch.autograd.grad(loss, leaves)
     assert loss.isnan() and gradients[0][2].isnan().all()
     assert all(gradient.isnan().all() for gradient in gradients[1:])
-    # 16 roundings of sums of 3 and 7 products near 1.
+    # The tolerance is 16 roundings of sums of 3 and 7 products near 1.
     torch.testing.assert_close(gradients[0][keep].double(), exact, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
 
 

@@ -132,7 +132,7 @@ def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
 
 
 def test_nothing_is_written_outside_of_tensors(device: str) -> None:
-    """Tries all ops on the GPU, and looks behind scratch memory, too, such as partial sums for one row too few."""
+    """On a GPU no op writes outside of its tensors or of its scratch memory, which have guard bytes around them."""
     if device != "cuda":
         pytest.skip("on the CPU the C tests look for it, under the address sanitizer")
     assert (result := run(sys.executable, "-m", "tests.guarded")).returncode == 0, result.stdout + result.stderr

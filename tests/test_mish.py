@@ -29,6 +29,6 @@ def test_ends(dtype: torch.dtype, device: str) -> None:
     for i, at in enumerate(x.double().tolist()):
         for name, tensor, expected in zip(("mish", "mish'", "mish''"), (value, first, second), exact(at), strict=True):
             got = tensor[i].item()
-            # 16 roundings, 4 subnormals, and 2e-15 because above 20 the computed derivatives are exactly 1 and 0.
+            # The bound is 16 roundings, 4 subnormals, and 2e-15: above 20 the computed derivatives are exactly 1 and 0.
             bound = 16 * eps * abs(expected) + 4 * 2.0**-133 + (2e-15 if name != "mish" else 0.0)
             assert abs(got - expected) <= bound, f"{name}({at}) = {got}, expected {expected}"

@@ -172,8 +172,7 @@ def test_what_is_written_counts_a_version(device: str) -> None:
 
 
 def test_operators_that_write_refuse_every_argument_that_requires_grad(device: str) -> None:
-    """Operators that write refuse every argument that requires grad. They have no derivative, so that it would be
-    lost."""
+    """Operators that write refuse every argument that requires grad, because they have no derivative."""
     for write, x in writes(device).values():
         with Calls() as calls:
             write(x.clone())
@@ -268,7 +267,7 @@ print(level().decode())
 
 @pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
 def test_rounded_once_where_the_instruction_exists(level: str) -> None:
-    """a * b - 1 is rounded once. With b = 1 / a, its only digits are the rounding error of 1 / a, which a rounded
+    """a * b - 1 is rounded once. b is 1 / a rounded, so that the result is the rounding error of b, which a rounded
     product would lose. The baseline of x86 has no fused multiply-add and does round the product."""
     environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
     done = python("-c", FUSED, env=environment)

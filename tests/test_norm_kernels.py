@@ -76,7 +76,7 @@ def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
 
 
 def test_every_plan(device: str) -> None:
-    """Every row of the table of plans gives right results, forward and backward."""
+    """Results and gradients are right for every plan in the table of csrc/rows/plan.h."""
     problems = problems_of_every_plan()
     if device != "cuda":
         pytest.skip("there is a problem for each row of the table; only a GPU runs it by that row")
@@ -85,7 +85,7 @@ def test_every_plan(device: str) -> None:
         check(spec, next(iter(spec.sample_inputs(maker(device, getattr(torch, dtype)), (rows, cols)))))
 
 
-ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # out of 4096 rows; the first five suffice for the CPU's parts of 64
+ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # of 4096; the first five for the CPU, which takes 64 rows at a time
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -181,7 +181,7 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
         )
         y = getattr(extension_cpp, name)(*given)
         exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-        # As in the next test, but with log2(16384) roundings, and two of weight and bias.
+        # The bound of the next test, but with log2(16384) roundings, and two of weight and bias.
         bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
         assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
 

@@ -50,7 +50,7 @@ def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
 
 
 def test_ops_of_schemas_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of ops from schemas are formatted, those of the first op and of one by the package's own command."""
+    """Files made from a schema are formatted, for a package's first op and for one that its own command adds."""
     name = LONG
     folder = make(tmp_path / "a pâckage", *FIRST, "--op", "planted_scale", name=name)
     run_python("-m", name, "new", "planted_pick", *SECOND, cwd=folder)

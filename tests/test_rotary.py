@@ -94,8 +94,8 @@ def test_float_factors_beside_half(interleaved: bool, device: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_backward_with_unequal_halves(interleaved: bool, device: str) -> None:
-    """The gradient is the product with the transposed matrix, which the op gives for unit vectors. Pairs have four
-    factors."""
+    """The gradient is grad_out times the transposed matrix of the op. The op applied to unit vectors gives this matrix.
+    Each pair of elements has four different factors."""
     width = 6
     cos, sin = factors(maker(device, torch.float64), (TOKENS, width))
     eye = torch.eye(width, device=device, dtype=torch.float64)[:, None].expand(width, TOKENS, width)
@@ -173,7 +173,7 @@ def test_one_result_used(device: str) -> None:
 
 
 def test_autocast_of_mixed_dtypes(device: str) -> None:
-    """Autocast converts q and k to the wider of their types. The factors get it, too, or float32."""
+    """Autocast converts q and k to the wider of their dtypes, and unequal cos and sin to float32."""
     q, k = packed(64, torch.float32, device)
     cos, sin = (torch.cat([f, f], -1) for f in angles(64, device))
     half = torch.bfloat16

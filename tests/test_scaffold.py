@@ -212,7 +212,7 @@ def test_commands_refuse_a_folder_that_is_in_no_tree(untouched, one_tree, tmp_pa
     (tmp_path / "build_library.py").write_text('import os\nNAMESPACE = "my_kernels"  # of its operators\n')
     sentence = f"the package my_kernels in {tmp_path} has no command of its own"
     assert sentence in refused(capsys, *words) and sentence in refused(capsys, *words, "--in", str(tmp_path))
-    # Both ways into the tree work, because the tree's own checks refuse this name.
+    # The tree's own command runs with --in and in its folders: only that command refuses the name "common".
     assert "common" in refused(capsys, *words[:1], "common", "--in", str(one_tree / "docs"))
     monkeypatch.chdir(one_tree / "docs")
     assert "common" in refused(capsys, *words[:1], "common")
@@ -315,7 +315,7 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
         assert not TRACES.search(str(path)) and "extension_cpp" not in str(path)
         if text is not None and path.name not in ("LICENSE", "copied.sha256"):
             assert not TRACES.search(text.decode()) and b"extension_cpp" not in text.lower(), path
-        if text is not None and path.parts[0] == "tests":  # its imports, programs and sources are there, too
+        if text is not None and path.parts[0] == "tests":  # the modules and sources it names are in the package
             used = [f"tests/{module}*" for module in re.findall(r"\btests\.(\w+)", text.decode())]
             used += [f"tests/**/{source}" for source in re.findall(r'"(\w+\.c)"', text.decode())]
             assert not [pattern for pattern in used if not list(folder.glob(pattern))], path

@@ -122,8 +122,8 @@ def test_results_larger_than_the_cache(line: tuple[int, ...], scan: str) -> None
 def test_logcumsumexp_keeps_small_terms_beside_0(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Small terms are not lost: log(1 + 63 exp(-17)) is below the rounding error of 1 + 63 exp(-17). 64 terms round
-    twice."""
+    """Small terms are not lost: log(1 + 63 exp(-17)) is below the rounding error of 1 + 63 exp(-17). The tolerance
+    allows each of 64 terms two roundings."""
     x = torch.full(shape, -17.0, dtype=dtype, device=device)
     x.select(dim, 0).zero_()
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
@@ -379,7 +379,7 @@ int main() {
 
 
 def test_a_line_is_cut_by_its_length_alone_on_a_gpu(tmp_path: Path) -> None:
-    """A length's plan depends only on whether lines are rows or columns, so that a line's bits ignore other lines."""
+    """How a GPU kernel divides a line depends on its length and on the layout, never on how many lines there are."""
     source, program = tmp_path / "plans.cpp", tmp_path / "plans"
     source.write_text(PLANS)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", f"-I{build_library.CSRC}"]

@@ -198,7 +198,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
 
 
 def assert_values(name: str, sample: Sample, d: int | None, ours: Placed, exact: Placed, what: str) -> None:
-    """Expects the same bits if rows or elements are computed alone. Matrix products of other sizes may differ."""
+    """Expects the same bits if each row or element is computed alone. Matrix products of other sizes may differ."""
     stays = d in row_dims(name, sample)
     is_mean = name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
     is_over_classes = name == "cross_entropy" and d == 1
@@ -225,7 +225,7 @@ def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
         assert torch.equal(x, exact), f"{what}: other bits, off by {(x - exact).abs().max()}"
     else:
         eps, small = torch.finfo(x.dtype).eps, 1e-5
-        if eps > 1e-4:  # half types sum in another order terms as large as the largest result
+        if eps > 1e-4:  # half types add large terms in another order
             small = max(small, 4 * eps * exact.abs().max().item())
         torch.testing.assert_close(x, exact, rtol=max(1.3e-6, 2 * eps), atol=small, msg=lambda m: f"{what}: {m}")
 
@@ -238,7 +238,7 @@ def check_every_op_has_a_rule(mesh: Any) -> None:
 
     known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     assert all(op in known for op in sharding.overloads().values())
-    # An op from a template has no rule until its author writes one, and then a row of the document.
+    # An op from a template has no rule until its author writes one and adds a row to docs/distributed.md.
     document = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text()
     table = document.split("## What stays sharded")[1].split("\n* ")[0].splitlines()
     listed = {name for line in table[4:] if line for name in line.split("|")[1].strip().split(", ")}
@@ -428,7 +428,7 @@ def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
 
 
 def check_hostile_logits_over_classes(mesh: Any) -> None:
-    """Losses are right for large and masked logits, also if all of a process are masked. All get a NaN."""
+    """Losses are right for large and infinite logits, also if a process has only -inf. A NaN reaches all processes."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logits = maker(DEVICE, torch.float32)((8, 8)).detach()
@@ -509,7 +509,7 @@ def check_errors_over_classes(mesh: Any) -> None:
         with pytest.raises(RuntimeError, match=f"{op} {message}"):
             extension_cpp.cross_entropy(x, target, **options)
     y = x.detach().requires_grad_()
-    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # without the error, the loss's part would be missing
+    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # if this succeeded, the loss's part would be missing
     (g,) = torch.autograd.grad(loss, y, create_graph=True)
     with pytest.raises(RuntimeError, match="cross_entropy: the second derivative is not implemented"):
         torch.autograd.grad(g.full_tensor().sum(), y)

@@ -99,7 +99,7 @@ def test_a_release_is_checked_against_pytorch() -> None:
 
 
 def test_the_matrix_copies_what_its_tests_import() -> None:
-    """The matrix copies every file that its tests import. A missing one would stop all tests."""
+    """matrix.py copies every file that its tests import. Without one of them no test would run."""
     left_out = matrix.tests_of_the_checkout()
     assert {"test_build.py", "test_docs.py", "test_tools.py"} <= left_out and "test_norm.py" not in left_out
     copied = {*matrix.FOLDERS, *(Path(name).stem for name in matrix.FILES), "extension_cpp"}

@@ -128,7 +128,7 @@ def takes_other_sizes(case: Checked) -> str:
         except Exception as error:
             raised.append(f"{case.words(sample)}: raised {sentence(error)}")
         else:
-            empty = any(not sample.args[i].numel() for i in case.places(sample))  # a mean may be 0 there, not NaN
+            empty = any(not sample.args[i].numel() for i in case.places(sample))  # an op may return 0 as their mean
             case.judged(sample, expected=expected, limits=empty)
     if not tried:
         raise NotRun("the reference takes no other sizes")

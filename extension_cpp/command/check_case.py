@@ -163,8 +163,8 @@ class Checked:
         return [x.clone() if i in self.written else x for i, x in enumerate(flat)]
 
     def call(self, *flat: Any, seed: int = 0) -> tuple[Tensor, ...]:
-        """Returns the operator's results and then its written arguments. There are at most as many as from the
-        reference."""
+        """Returns the operator's results and then its written arguments, at most as many tensors as the reference
+        returns."""
         given = self.with_copies(flat)
         args, kwargs = self.arguments(given)
         if self.random:

@@ -48,7 +48,7 @@ def read_text() -> tuple[Tensor, Tensor]:
 
 
 class Run(demo_model.Training):
-    """The training of one of the two models."""
+    """Trains one of the two models, and keeps its losses and times."""
 
     def __init__(self, name: str, text: Tensor, vocabulary: int, device: str, steps: int) -> None:
         torch.manual_seed(0)

@@ -37,7 +37,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the library finds on the machine where it runs."""
+    """Describes the machine as the library finds it."""
 
     torch: str | None  # version; None if torch is not installed
     torch_cuda: str | None  # the CUDA version that torch was built with
@@ -115,7 +115,7 @@ def _torch_and_driver_misfits(cuda: str, machine: Machine) -> list[str]:
             "the driver (https://www.nvidia.com/drivers); until then the CPU operators work."
         ]
     if machine.torch is None:
-        return []  # the package does not load then, and reports it itself
+        return []  # without torch the package does not load, and says so itself
     if machine.torch_cuda is None:
         return [
             f"torch {machine.torch} was built without CUDA, so no tensor can be on the GPU: install a torch with CUDA "

@@ -219,7 +219,7 @@ def plan_removal(name: str) -> Plan:
     check_unused(name, plan)
     stub = package / "_ops.pyi"
     types = rf"(?:^def {name}(?:_double)?(?:_backward)?\((?:.|\n)*?: \.\.\.\n)+"
-    if f"\ndef {name}(" in stub.read_text():  # an operator that is not differentiable has no entry
+    if f"\ndef {name}(" in stub.read_text():  # only differentiable operators are in it
         plan.changed[stub] = tree.cut(stub, stub.read_text(), types, f"the types of {name}")
     for path, pattern, what in (
         *((package / "ops.py", f"^{re.escape(line)}", f"'{line.strip()}'") for line in tree.imports_of(name)),

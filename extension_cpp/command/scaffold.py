@@ -31,7 +31,7 @@ Next:
 
 def check_module(what: str, name: str) -> None:
     """Refuses a name under which Python would find another module, or that cannot be a C++ namespace."""
-    found = importlib.util.find_spec(name)  # a folder that is no package has no origin
+    found = importlib.util.find_spec(name)  # a folder without __init__.py has no origin
     if name in sys.stdlib_module_names or name in TORCH_NAMESPACES or (found is not None and found.origin is not None):
         raise CannotMake(f"expected a name that is free for the {what}, but there is a module or namespace '{name}'")
     if hasattr(ctypes.CDLL(None), name):
@@ -68,7 +68,7 @@ def from_template(kind: str, name: str) -> Addition:
     reference = section_of(template / "reference_template.py", "def ", name)
     # The row of docs/ops.md's table and the section there are as `make docs` writes them.
     row, section = PLACEHOLDER.sub(name, texts["docs_template.md"]).split("\n\n", 1)
-    has_types = "stub_template.pyi" in texts  # an operator that is not differentiable has no entry
+    has_types = "stub_template.pyi" in texts  # only differentiable operators are in _ops.pyi
     return Addition(
         name,
         op_files(kind, name),

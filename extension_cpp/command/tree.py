@@ -44,12 +44,12 @@ class Plan:
 
 @dataclass
 class Addition:
-    """What one op adds to a tree: files by path, and its parts of the EDITED files."""
+    """Holds what one op adds to a tree: files by path, and its parts of the EDITED files."""
 
     name: str
     files: dict[str, str]
     entry: str
-    reference: Callable[[int], str]  # called with the number of its first line
+    reference: Callable[[int], str]  # called with the number of the first line of the definition
     stub: str
     row: str
     section: str

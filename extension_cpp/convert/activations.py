@@ -13,11 +13,11 @@ from .formulas import DTYPES, EPS, Unfit, gradients_of, result_dtype, run, twin_
 class Known(NamedTuple):
     """An activation for which there are ops."""
 
-    function: str  # the name of its op, of torch.nn.functional's function, and of the formula in reference.py
+    function: str  # names the op, the function in torch.nn.functional, and the formula in reference.py
     gated: str  # the op for activation(gate) * up
-    module: type[torch.nn.Module]  # the module of it, whose attributes have the names of `options`
+    module: type[torch.nn.Module]  # PyTorch's module; the names in `options` are also its attributes
     options: dict[str, Any]  # keyword arguments of function, gated and module
-    backward_options: tuple[bool, ...] = ()  # arguments of the backward operator of `gated` that replace these
+    backward_options: tuple[bool, ...] = ()  # arguments of `gated`'s backward operator that replace these
 
 
 # The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. A new
@@ -49,7 +49,7 @@ class Activation(NamedTuple):
         return self.function
 
 
-@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def activation(x: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     dtype, known = result_dtype(results, x), KNOWN[function]
     op = getattr(ops, known.function)

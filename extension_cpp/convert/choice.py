@@ -25,7 +25,7 @@ FUNCTIONS = (
 
 
 class Choice:
-    """``only`` and ``skip`` of convert, for the modules of one model."""
+    """Decides by ``only`` and ``skip`` of convert which modules of a model may change."""
 
     def __init__(self, only: Iterable[str] | None, skip: Iterable[str], model: torch.nn.Module) -> None:
         self.only = None if only is None else _items("only", only, model)

@@ -128,7 +128,7 @@ def convert(
     for module, plan in losses:
         model_loss.apply(module, plan)
     for module, kind in classes.items():
-        vars(module).pop("forward", None)  # would hide the forward of the new class
+        vars(module).pop("forward", None)  # the instance's own forward would hide that of the new class
         module.__class__ = kind
     _forget_what_was_compiled(result)
     return result

@@ -15,7 +15,7 @@ from .model_loss import must_run
 _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # saved before anyone can patch them
 
 
-@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     """Computes ``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
     if can_be_joined(gate, up, results):

@@ -134,7 +134,7 @@ def _has_our_loss(module: torch.nn.Module) -> bool:
 
 
 class Plan(NamedTuple):
-    """How the forward of a model computes the logits that its loss function takes."""
+    """Describes how the forward of a model computes the logits that its loss function takes."""
 
     head: str  # the output layer's name
     labels: int  # position among the arguments

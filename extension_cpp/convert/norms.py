@@ -46,7 +46,7 @@ class Norm(NamedTuple):
         return f"{function} with {self.offset} + {self.weight}" if self.offset else function
 
 
-@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def norm(x: Tensor, options: Options) -> Tensor:
     dtype = formulas.result_dtype(options.results, x, options.weight)
     if dtype is not x.dtype:

@@ -35,7 +35,7 @@ class Site(NamedTuple):
     kind: str  # "gated", "add_norm", "dropout", "rotary"
     name: str  # the module, as an attribute of self, or the function as the forward calls it
     options: tuple[tuple[str, Any], ...] = ()  # constant keyword arguments of the function
-    arguments: int = 4  # of "rotary": 4 (q, k, cos, sin), 3 (x, cos, sin), or 0 for a call that is not replaced
+    arguments: int = 4  # tensors of a "rotary" call: 4 (q, k, cos, sin), 3 (x, cos, sin), or 0 if it is not replaced
 
 
 FUNCTIONAL_DROPOUT = Site("dropout", "")  # stands for every torch.nn.functional.dropout of a forward
@@ -300,7 +300,7 @@ def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
 
 
 def _is_none_test(node: ast.AST, total: str) -> bool:
-    """Returns whether a node is `x is None` or `x is not None`, where x is not the sum before it."""
+    """Returns whether a node is `x is None` or `x is not None`, where x is another variable than `total`."""
     match node:
         case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant()]):
             return name != total

@@ -1,4 +1,4 @@
-"""Registers the sharding rule of each operator, which its entry in ops.py has, with PyTorch's DTensors.
+"""Registers a sharding rule of each operator for PyTorch's DTensors. The operator's entry in ops.py names the rule.
 
 Importing this module registers the rules; the package imports it once torch.distributed.tensor is imported. A rule
 describes one dimension of the mesh. PyTorch combines rules for several dimensions, chooses the sharding that costs

@@ -41,7 +41,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     return _ops.dropout(input, p, draw_seed(input, p))
 
 
-@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, x has no device for torch.randint
+@torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no device
 def draw_seed(x: Tensor, p: float) -> Tensor:
     """Draws the seed of dropout's mask for x: one number on x's device, so that it does not pass through the host.
 

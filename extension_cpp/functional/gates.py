@@ -57,13 +57,13 @@ def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
 
 
 class Gate:
-    """The functions that ops.py registers for activation(gate) * up, an operator (gate, up, *options), and its
+    """Holds the functions that ops.py registers for activation(gate) * up, an operator (gate, up, *options), and its
     backward."""
 
     def __init__(self, op: str, activation: str) -> None:
         self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
-        self.of_activation = getattr(_ops, f"{activation}_backward")  # (g, gate): g * a'(gate)
-        self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # (p, g, gate): p * g * a''(gate)
+        self.of_activation = getattr(_ops, f"{activation}_backward")  # (g, gate) to g * a'(gate)
+        self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # (p, g, gate) to p * g * a''(gate)
 
     def fake(self, gate: Tensor, up: Tensor, *options: Any) -> Tensor:
         check_gate(self.op, gate, up)

@@ -326,7 +326,7 @@ def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unevaluated_lse(most: Tensor, log_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns most + log_sum, both float64, as the two numbers per row that operators save (csrc/loss/loss.h)."""
+    """Returns the sum most + log_sum, both float64, as the two numbers a row that operators save (csrc/loss/loss.h)."""
     lse = (most + log_sum).to(dtype)
     return torch.stack([lse, (log_sum - (lse - most)).to(dtype)], -1)
 

@@ -188,7 +188,7 @@ def _branches(
     return x, residual, p, dropout.draw_seed(x, p) if p else None
 
 
-@torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
+@torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Casts x and residual to one dtype, because under autocast a branch is half and the residual stream float32.
 
@@ -301,7 +301,7 @@ class Norm:
         self.weights = [name for name in ("weight", "bias") if name in self.inputs]
         self.statistics = [name for name in ("mean", "rstd") if name in self.backward_inputs]
         self.differentiable = [name for name in ("x", "residual", "weight", "bias") if name in self.inputs]
-        # setup_context picks what it saves from inputs and results, and backward its operator's arguments from `known`.
+        # setup_context picks what it saves from inputs and results. backward picks arguments from `known`.
         results = ["out", *(["sum"] if self.adds else []), *self.statistics]
         saved = [self.x, *self.statistics, *self.weights, *(["seed"] if self.drops else [])]
         self.saved_of = operator.itemgetter(*map([*self.inputs, *results].index, saved))
@@ -350,7 +350,7 @@ class Norm:
             return _grads_of_sum_alone(ctx, grads[1], saved[-1]) if self.adds else {}
         known = (*grads, *saved, ctx.normalized_shape, ctx.p, *ctx.needs_input_grad)
         gradients = dict(zip(self.differentiable, self.backward_op(*self.arguments_of(known)), strict=True))
-        if self.adds and ctx.p == 0:  # without dropout, one tensor is the gradient of both
+        if self.adds and ctx.p == 0:  # without dropout, x and residual have the same gradient
             gradients["x"] = gradients["residual"]
         return gradients
 

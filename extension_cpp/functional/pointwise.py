@@ -219,7 +219,7 @@ def is_tanh(op: str, approximate: str) -> bool:
 
 
 class Activation:
-    """The functions that ops.py registers for an activation (x, *options), its backward and double backward."""
+    """Holds the functions that ops.py registers for an activation (x, *options), its backward and double backward."""
 
     def __init__(self, op: str) -> None:
         self.backward_op, self.double_backward_op = (getattr(_ops, f"{op}_{name}backward") for name in ("", "double_"))

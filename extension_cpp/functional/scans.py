@@ -157,7 +157,7 @@ def check_recurrence(op: str, a: Tensor, name: str, b: Tensor, h0: Tensor | None
     message = f"{expected}, but got {list(a.shape)}"
     checks.check(op, a.dim() <= b.dim(), message)
     for of_a, of_b in zip(reversed(a.shape), reversed(b.shape), strict=False):
-        checks.check(op, (of_a == 1) | (of_a == of_b), message)  # `|` works for sizes that torch.compile does not know
+        checks.check(op, (of_a == 1) | (of_a == of_b), message)  # `|` also works for symbolic sizes, unlike `or`
     check_dim(op, b, dim)
     if h0 is None:
         return

@@ -99,7 +99,7 @@ def norm_backward(call: Call) -> Iterator[Sharding]:
     for d in _row_dims(call, x):
         weights = [PARTIAL if call[f"needs_grad_{name}"] else None for name in ("weight", "bias") if name in call]
         grad_x = d if call["needs_grad_x"] or call.get("needs_grad_residual") else None
-        # Without dropout the gradient of x is that of the residual, and its own result is empty.
+        # Without dropout the gradient of x is that of the residual, so that grad_x itself is empty.
         own = [None] if x == "sum" else []
         given = {name: d for name in names if call.get(name) is not None}
         yield [*own, grad_x, *weights], given

@@ -35,7 +35,7 @@ def bench(make, shape):
 
 
 def terms(call):
-    """Returns the terms. The result is a copy. The gradient is added in float64 and rounded once."""
+    """Bounds the rounding errors. The result is a copy. The gradient is added in float64 and rounded once."""
     sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
     return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
 
@@ -51,5 +51,5 @@ SPEC = OpSpec(
     launches=(1, 1),
     terms=terms,
     exact=(0,),
-    positional=True,  # the test of huge tensors is in test_kernel_template.py
+    positional=True,  # its own test has huge tensors, in place of the battery's
 )

@@ -34,7 +34,7 @@ def bench(make, shape):
 
 
 def terms(call):
-    """Returns the terms. In both directions a result is a float64 sum that is rounded once, or a copy."""
+    """Bounds the rounding errors. In both directions a result is a float64 sum that is rounded once, or a copy."""
     sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
     return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
 
@@ -49,5 +49,5 @@ SPEC = OpSpec(
     keeps_strides=False,
     launches=(1, 1),
     terms=terms,
-    positional=True,  # the test of huge tensors is in test_kernel_template.py
+    positional=True,  # its own test has huge tensors, in place of the battery's
 )

@@ -65,7 +65,7 @@ def test_every_operator_has_a_batching_rule() -> None:
 
 @every_differentiable_op
 def test_overloads_give_no_gradient(spec: OpSpec, device: str) -> None:
-    """Called by themselves, with tensors that require grad."""
+    """A no-grad overload gives results without gradients, even for tensors that require grad."""
     sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
     for op, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
         args = tuple(

@@ -72,7 +72,7 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     # PyTorch's matrix products choose their own kernels. One kernel of cuBLAS 13.0 leaves out the last 8 of 24584
     # float16 features on an H200, even in torch.mm alone.
     for width in (1025, 4096, 50257) if spec.bench.flat or spec.has_products else widths:
-        # More bytes than in other tests, or several rows per cluster, also for the widest, of which fewer run at once.
+        # So many rows that the tensor is larger than in other tests, and that each cluster processes several rows.
         size = (17 if width <= 16384 else 10) << 20
         shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
         # A spec yields no sample if its reference would take too long.
@@ -286,7 +286,7 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
             x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
             return x.requires_grad_(device == "cuda")
 
-        # The dimension of size 1 keeps rows separate in norms over the last two dimensions. Classes are dimension 1.
+        # The dimension of size 1 separates rows in norms over two dimensions. cross_entropy has classes in dimension 1.
         return spec.sample_inputs(make, (rows, cols) if spec.name == "cross_entropy" else (rows, 1, cols))
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]

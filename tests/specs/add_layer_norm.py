@@ -25,7 +25,7 @@ def kept(x, p, seed):
 
 
 def sum_and_norm_terms(call, normalized_shape, weight, bias, eps, p, seed, center):
-    """Returns the terms of s = residual + dropout(x), of a norm of s, and of the gradients of all inputs.
+    """Bounds the rounding errors of s = residual + dropout(x), of a norm of s, and of the gradients of all inputs.
 
     The norm reads s after s was rounded.
     """

@@ -28,7 +28,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns the terms of gelu at x + bias, and the change by rounding this sum."""
+    """Bounds the rounding errors of gelu at x + bias, and the change of the result because this sum is rounded."""
     (x, bias, *approximate), (g,) = call.sample.args, call.grads
     value, derivative, second = gelu_terms(x + bias, *approximate)
     moved = x.abs() + bias.abs()

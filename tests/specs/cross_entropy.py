@@ -76,7 +76,7 @@ def error_inputs(device):
 
 @dataclass
 class LossTerms:
-    """Sizes of the loss and of the logits' gradient, and their changes where each logit changes by `moved`."""
+    """Holds the sizes of the loss and of the logits' gradient, and their changes if each logit changes by `moved`."""
 
     loss: Tensor
     gradient: Tensor
@@ -97,7 +97,7 @@ def loss_terms(
     z_loss=0.0,
     softcap=None,
 ):
-    """Returns the terms of each row's loss w_t ((1 - s) (lse - z_t) + z_loss lse^2) + s / n sum_c w_c (lse - z_c).
+    """Bounds the rounding errors of a row's loss w_t ((1 - s) (lse - z_t) + z_loss lse^2) + s/n sum_c w_c (lse - z_c).
 
     z is x or softcap tanh(x / softcap), whose derivative 1 - tanh^2 is a difference. p = exp(z - lse) multiplies the
     rounding error of z - lse. A logit that changes by 1 or more may change p by up to 1.

@@ -51,7 +51,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns terms with two roundings: one of the scale 1 / (1 - p), and one of a product."""
+    """Bounds the rounding errors of the scale 1 / (1 - p) and of one product."""
     _, p, seed = call.sample.args
     gradient = extension_cpp.reference.dropout(call.grads[0], p, seed=seed)
     return [Terms(call.outputs[0].abs(), 2)], {0: Terms(gradient.abs(), 2)}

@@ -20,7 +20,7 @@ def error_inputs(device):
 
 
 def gelu_terms(x, approximate="none"):
-    """Returns the sizes of the terms of gelu(x), of its derivative and of its second derivative.
+    """Returns the sizes that bound the rounding errors of gelu(x), of its derivative and of its second derivative.
 
     Each has a factor like exp(-x^2 / 2), or exp of the polynomial in tanh. exp multiplies its argument's rounding
     error.
@@ -40,8 +40,8 @@ def gelu_terms(x, approximate="none"):
 
 
 def c_of_derivative(call):
-    """Returns the roundings of the derivative, in eps. 1 - tanh^2 is a difference, which from |x| = 5 on (float64: 7)
-    is less than eps. The factor x du/dx, up to 30 (float64: 80), multiplies its error of eps / 2."""
+    """Returns how many eps the roundings of the derivative add up to. 1 - tanh^2 is a difference, which from |x| = 5 on
+    (float64: 7) is less than eps. The factor x du/dx, up to 30 (float64: 80), multiplies its error of eps / 2."""
     return 64 if call.dtype is torch.float64 else 16
 
 

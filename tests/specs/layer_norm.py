@@ -49,7 +49,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     y, gw = d * rstd, g * w
     plain = rstd * (with_mean(gw, -1) - y * average(gw * y))
     own = moved is None
-    # The terms of d are rounded. A denormal number is rounded as much as the smallest normal number.
+    # If `own`, bounds the op's own rounding of d. Denormal numbers are rounded as much as the smallest normal number.
     m = x.abs() + call.least if own else moved.clamp(max=LARGE)
     relative = own + zero_for_nan(rstd * average(y.abs() * m))  # the relative change of rstd
     y_moves = rstd * with_mean(m, 1) + y.abs() * relative

@@ -52,8 +52,8 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns the terms. PyTorch's matrix products round the logits and their gradients to the dtype of the call. On a
-    GPU they also round parts of their sums, and flush denormal numbers of half types to 0."""
+    """Bounds the rounding errors. PyTorch's matrix products round the logits and their gradients to the dtype of the
+    call. On a GPU they also round parts of their sums, and flush denormal numbers of half types to 0."""
     (x, weight, target, bias), options = (*call.sample.args, None)[:4], call.sample.kwargs
     rows, c = x.reshape(target.numel(), x.shape[-1]), call.c_of_exp
     logits = torch.nn.functional.linear(rows, weight, bias)

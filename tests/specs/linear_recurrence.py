@@ -70,8 +70,8 @@ def before(h, call, h0):
 
 
 def terms(call):
-    """Returns the terms. Each step rounds a product and a sum, and a tree rounds partial results. The gradient of a
-    factor reads h. Where the factor broadcasts, products are rounded before they are summed."""
+    """Bounds the rounding errors. Each step rounds a product and a sum, and a tree rounds partial results. The gradient
+    of a factor reads h. Where the factor broadcasts, products are rounded before they are summed."""
     (a, _, h0), size = (*call.sample.args, None)[:3], of_absolute_values(loops.linear_recurrence, call)
     (h,), (of_a, of_b, *of_h0) = size.outputs, size.gradients
     h_moves = call.rounding(call.outputs[0]) + C * call.eps * h

@@ -47,8 +47,8 @@ def weighted(x, y, g, dim):
 
 
 def terms(call):
-    """Returns the terms. A result is the largest element so far plus the logarithm of a sum. exp multiplies the
-    rounding error of its argument, and a weight in the gradient is a product of exponentials."""
+    """Bounds the rounding errors. A result is the largest element so far plus the logarithm of a sum. exp multiplies
+    the rounding error of its argument, and a weight in the gradient is a product of exponentials."""
     (x, dim), (y,), (g,) = call.sample.args, call.outputs, call.grads
     c = call.c_of_exp
     if x.numel() == 0 or x.dim() == 0:

@@ -16,11 +16,11 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns the terms of y = x n / (n + 2) with n = e^x (e^x + 2). exp multiplies the rounding error of its argument
-    x. This error matters less where n is large beside 2."""
+    """Bounds the rounding errors of y = x n / (n + 2) with n = e^x (e^x + 2). exp multiplies the rounding error of its
+    argument x. This error matters less where n is large beside 2."""
     (x,), (y,), (g,) = call.sample.args, call.outputs, call.grads
     tanh, sigmoid = torch.tanh(torch.nn.functional.softplus(x)), torch.sigmoid(x)
-    steep = 1 + torch.where(sigmoid < 1, x.abs() * torch.sigmoid(-x), 0)  # where sigmoid is 1, y hardly depends on n
+    steep = 1 + torch.where(sigmoid < 1, x.abs() * torch.sigmoid(-x), 0)  # where sigmoid is 1, n is large: y is x
     derivative = tanh + (x * sigmoid * (1 - tanh * tanh)).abs()
     rounded = call.least * (x.abs() + 1)  # covers an exponential that becomes 0
     gradient = Terms((g * derivative).abs() * steep, 16, rounded=g.abs() * rounded)

@@ -37,7 +37,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns terms with two roundings: one of the product and one of the sum."""
+    """Bounds the rounding errors of one product and one sum."""
     a, b, c = call.sample.args
     (g,) = call.grads
     return [Terms((a * b).abs() + abs(c), 2)], {0: Terms((g * b).abs(), 2), 1: Terms((g * a).abs(), 2)}

@@ -35,7 +35,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns the terms. A sum is rounded in lanes and in a tree over the lanes. The gradient is a copy of grad_out."""
+    """Bounds the rounding errors of a sum in lanes and a tree over the lanes. The gradient is a copy of grad_out."""
     (x, *_), (g,) = call.sample.args, call.grads
     size = extension_cpp.reference.reduce_sum(x.abs(), *call.sample.args[1:], **call.sample.kwargs)
     return [Terms(size, 8)], {0: Terms(g.abs().sum() * 0, 0)}

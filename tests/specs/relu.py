@@ -16,7 +16,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns terms without rounding errors, because relu only copies numbers."""
+    """Allows no rounding error, because relu only copies numbers."""
     return [Terms(call.outputs[0].abs(), 0)], {0: Terms(call.grads[0].abs(), 0)}
 
 

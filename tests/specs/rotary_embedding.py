@@ -78,7 +78,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns the terms: two products, one with cos and one with sin, and their sum."""
+    """Bounds the rounding errors of a product with cos, a product with sin, and their sum."""
     q, k, cos, sin = call.sample.args
     zero = torch.zeros_like(cos)
     parts = [

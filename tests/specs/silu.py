@@ -16,12 +16,12 @@ def error_inputs(device):
 
 
 def steepness(x):
-    """Returns how much the rounding errors of the sigmoid grow because exp multiplies that of its argument x."""
+    """Returns the factor by which the sigmoid's rounding errors grow, because exp multiplies the error of x."""
     return 1 + x.abs() * torch.sigmoid(-x)
 
 
 def silu_terms(x):
-    """Returns the sizes of the terms of silu(x) and of its derivative s(x) + x s(x) s(-x)."""
+    """Returns the sizes that bound the rounding errors of silu(x) and of its derivative s(x) + x s(x) s(-x)."""
     s = torch.sigmoid(x)
     return (x * s).abs() * steepness(x), (s + (x * s).abs() * torch.sigmoid(-x)) * steepness(x)
 

@@ -34,8 +34,8 @@ def dim_of(call):
 
 
 def size_of_softmax(x, dim):
-    """Returns the sizes of softmax's terms. exp multiplies the rounding error of its argument x - max, and the sum of
-    the exponentials has the error of its terms."""
+    """Returns sizes that bound softmax's rounding errors. exp multiplies the error of its argument x - max, and the sum
+    of the exponentials has the errors of its terms."""
     distance, p = (x - x.amax(dim, keepdim=True)).abs(), torch.softmax(x, dim)
     return product(p, 1 + distance + product(p, distance).sum(dim, keepdim=True))
 
