@@ -135,7 +135,7 @@ matrix: wheel  ## test that wheel on the oldest and newest torch and every Pytho
 planted: $(READY)  ## plant 60 errors one by one and list those that no test sees (hours); ARGS="--cpu --jobs 8"
 	$(call need,$(TEST_NEEDS))
 	@$(PYTHON) build_library.py
-	@$(PYTHON) -m scripts.planted $(ARGS)
+	@$(PYTHON) -m tests.planted $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, clang-format
 	$(call need,ruff mypy clang_format)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import planted
-from scripts.planted_errors import ERRORS, Planted
+from tests import planted
+from tests.planted_errors import ERRORS, Planted
 
 TINY = {
     "code_.py": "def f(x):\n    while x > 9:\n        x -= 1\n    return x\n",

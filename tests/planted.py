@@ -1,7 +1,7 @@
 """Measures the tests: plants the errors of planted_errors.py one by one, and lists the errors that no test detects.
 
-    python -m scripts.planted [NUMBER | FILE]... [--cpu | --gpu] [--jobs N] [--everything]
-    python -m scripts.planted --check    # only whether each error still applies
+    python -m tests.planted [NUMBER | FILE]... [--cpu | --gpu] [--jobs N] [--everything]
+    python -m tests.planted --check    # only whether each error still applies
 
 Each error is planted in a copy of the checkout, in which ninja compiles only what changed. A test kills the error if it
 fails there and passes in an unchanged copy. Exit status: 1 if an error is not killed and not marked `survives`.
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import build_library
-from scripts.planted_errors import CSRC, ERRORS, Planted
+from tests.planted_errors import CSRC, ERRORS, Planted
 
 ROOT = build_library.ROOT
 FOREIGN = 5  # the tests are useless if so many of them also fail in an unchanged copy

@@ -1,4 +1,4 @@
-"""Errors that a review may miss, for scripts/planted.py. Authors of new ones must not have read the tests.
+"""Errors that a review may miss, for tests/planted.py. Authors of new ones must not have read the tests.
 
 Each error changes one passage of one file, which occurs there exactly once. Its number is its place in ERRORS.
 """
