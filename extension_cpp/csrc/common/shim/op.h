@@ -69,7 +69,7 @@ void check_shape(const char *op, const char *name, const Tensor &x, const char *
 void check_like(const char *op, const char *name, const Tensor &x, const char *like_name,
                 const Tensor &like);
 
-// Returns x's dtype. Fails unless bias has x's device and dtype, and its shape is x's last
+// Returns x's dtype. Fails unless bias has x's device, x's dtype and the size of x's last
 // dimension.
 dtype_t check_bias(const char *op, const Tensor &x, const Tensor &bias);
 
@@ -293,7 +293,7 @@ struct FunctionOf<function> {
 void def(StableLibrary &m, const std::string &schema, const Function &function);
 void def_with_no_grad(StableLibrary &m, const char *schema, const Function &function,
                       const char *no_grad_results = "", const Function *no_grad_function = nullptr);
-// Defines both operators without a C++ function, because Python implements them.
+// Defines an operator and its no-grad overload. Python implements both.
 void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results = "");
 
 // Register `kernel` for the operator `name`. It must be made from the function given to DEF.
