@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(THREADS)
       }
       if (k < n) y[row * n + k] = carry + sums[from][t];
       carry += sums[from][THREADS - 1];
-      __syncthreads();  // the next elements overwrite the sums that are read here
+      __syncthreads();  // waits for all reads before the next elements are stored
     }
   }
 }
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t k = start + i * THREADS + t;
         if (k < n) y[row * n + k] = carry + (tree[i * THREADS + t] + own[i]);
       }
-      carry += total;  // no barrier: a thread accesses only its own leaves until the next one
+      // no barrier, because until the next barrier a thread accesses only its own leaves
+      carry += total;
     }
   }
 }

@@ -47,8 +47,7 @@ __device__ void load_tile(Part &v, const float *row, int64_t start, int64_t n) {
   }
 }
 
-// Stores a thread's part of a tile. nvcc splits some plain stores of a vector into four, not
-// __stwb.
+// Stores a thread's part of a tile. nvcc splits some plain vector stores into four, but not __stwb.
 template <bool aligned>
 __device__ void store_tile(float *row, const Part &v, float before, int64_t start, int64_t n) {
 #pragma unroll
@@ -91,7 +90,7 @@ __device__ float scan_tile(Part &v, float *before) {
     if (w == warp) *before = sum;
     sum += warp_sums[w];
   }
-  __syncthreads();  // the next tile overwrites warp_sums
+  __syncthreads();  // waits for all reads before the next tile is stored
   return sum;
 }
 
@@ -164,7 +163,7 @@ __device__ float look_back(uint64_t *words, int64_t tile) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float sum = 0;
   for (int64_t nearest = tile - 1;; nearest -= 32) {
-    uint64_t word = static_cast<uint64_t>(THROUGH) << 32;  // before the first tile the sum is 0
+    uint64_t word = static_cast<uint64_t>(THROUGH) << 32;  // sum 0 for lanes before the first tile
     if (nearest - lane >= 0) {
       cuda::atomic_ref<uint64_t, cuda::thread_scope_device> place(words[nearest - lane]);
       do word = place.load(cuda::memory_order_relaxed);

@@ -26,7 +26,7 @@ uint16_t half_bits(dtype_t dtype, double x) {
   if (isnan(x)) return (uint16_t)(sign | 0x7fff);
   if (magnitude >= format->largest + unit_at(format, format->largest) / 2)
     return (uint16_t)(sign | infinity);
-  /* The addition removes all bits below one: the processor rounds to nearest even. */
+  /* Rounds to nearest even. 0x1p52 is so large that the sum has no bits below 1. */
   const int exponent = unit_exponent(format, magnitude);
   const double units = magnitude * power_of_2(-exponent) + 0x1p52 - 0x1p52;
   const unsigned step = (unsigned)(exponent + fraction_bits - format->least);
@@ -75,7 +75,7 @@ int close_to(dtype_t dtype, double got, double want, double slack) {
   if (isnan(want)) return isnan(got);
   if (isfinite(got) && fabs(got - want) <= slack + unit_at(&formats[dtype], fabs(want) + slack) / 2)
     return 1;
-  double nearest[1]; /* becomes infinite if `want` exceeds the type's range */
+  double nearest[1]; /* an infinity if `want` exceeds the type's range */
   set_element(dtype, nearest, 0, want);
   return got == element(dtype, nearest, 0);
 }

@@ -60,8 +60,7 @@ void store_all_cpu(int64_t begin, int64_t end, void *args);
 typedef struct {
   uint8_t *kept; /* shape (end - begin) */
   dropout_t dropout;
-  int64_t
-      back; /* before each block, makes the mask of the block `back` elements earlier; 0: none */
+  int64_t back; /* distance of an earlier block, whose mask is made before each block; 0: none */
 } kept_args;
 
 /* Sets kept[i - begin] to whether element i is kept, one block at a time. */

@@ -37,7 +37,7 @@ typedef struct {
   int inputs, outputs;
   void (*call)(const flat_call *c, int64_t begin, int64_t end);
   flat_want (*want)(const flat_element *e);
-  activation_t kind; /* for activations and gates; their inputs are between -30 and 30 */
+  activation_t kind; /* only for activations and gates; their inputs are between -30 and 30 */
 } flat_op;
 
 static void call_muladd(const flat_call *c, int64_t begin, int64_t end) {
@@ -45,7 +45,7 @@ static void call_muladd(const flat_call *c, int64_t begin, int64_t end) {
   muladd_forward_cpu(begin, end, &args);
 }
 
-/* Without fma the product is rounded. The sum always is, for 16-bit types first to float. */
+/* Without fma the product is rounded, too. 16-bit types round the sum first to float. */
 static flat_want want_muladd(const flat_element *e) {
   const double product = e->in[0] * e->in[1], want = fma(e->in[0], e->in[1], muladd_c);
   return (flat_want){{want}, {e->unit * (fabs(product) + fabs(want)) + 0x1p-149}};

@@ -23,7 +23,7 @@ typedef struct {
   int64_t outer, cols, inner, outer_stride;
   dtype_t dtype, acc;
   options_t options;
-  int offset; /* of every buffer: elements past a multiple of 64 bytes */
+  int offset; /* elements that every buffer begins past a multiple of 64 bytes */
   void *logits, *weight, *weight_sum, *grad_scale, *grad_loss, *grad_entropy, *total;
   int64_t *target;
   double *want[OUTPUTS], *slack[OUTPUTS];
@@ -68,7 +68,7 @@ typedef struct {
   double lse, entropy, weights;
   double error;               /* absolute error of lse, and a third of the relative error of p_c */
   double largest;             /* the sum of p_c * |z_c - lse| */
-  double smooth, smooth_size; /* the sum of w_c * (lse - z_c), and of the terms' sizes */
+  double smooth, smooth_size; /* the sum of w_c * (lse - z_c), and the sum of the terms' sizes */
 } row_t;
 
 static row_t row_of(const loss_case *c, int64_t row) {
@@ -118,7 +118,7 @@ static void set_gradient(loss_case *c, int output, int64_t row, row_t r, double 
     const int64_t i = grad_at(c, row, k);
     c->want[output][i] = (p * factor - hit - smooth) * slope;
     c->slack[output][i] = slack * fabs(slope) + (o->softcap > 0 ? 16 * unit * size : 0);
-    /* a p_c below 2^-126 is computed as 0 */
+    /* A kernel may compute a p_c below 2^-126 as 0. */
     c->slack[output][i] += 0x1p-126 * (1 + 2 * fabs(factor));
   }
 }

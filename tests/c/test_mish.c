@@ -52,9 +52,9 @@ static void run(int function, dtype_t dtype, const void *x, const void *ones, vo
 }
 
 typedef struct {
-  worst_t normal; /* in units of the result */
-  worst_t tiny;   /* the same below the smallest normal number, where the unit is constant */
-  worst_t zero;   /* near a zero of the function, in units of 2^-24 */
+  worst_t normal; /* error in units in the last place of the result */
+  worst_t tiny;   /* the same for results below the smallest normal number */
+  worst_t zero;   /* error near a zero of the function, in units of 2^-24 */
   uint64_t hash;
 } mish_sweep;
 

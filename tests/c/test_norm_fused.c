@@ -9,7 +9,7 @@
 typedef struct {
   int64_t rows, cols;
   dtype_t dtype;
-  int centered, add, drop, offset; /* buffers begin `offset` elements past 64 bytes */
+  int centered, add, drop, offset; /* buffers begin `offset` elements past a multiple of 64 bytes */
   int64_t seed;
 } fused_case;
 

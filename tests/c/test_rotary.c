@@ -63,7 +63,8 @@ static void check_element(const rotary_case *c, int tensor, int64_t row, int64_t
     const double b = sign * element(factor_dtype(c), c->sin, sin_at) *
                      element(c->dtype, c->x[tensor], row + other);
     want = a + b;
-    slack = 2 * rounding(c->dtype) * (fabs(a) + fabs(b)); /* for two products and a sum */
+    /* bounds the rounding of two products and a sum */
+    slack = 2 * rounding(c->dtype) * (fabs(a) + fabs(b));
   }
   CHECK(close_to(c->dtype, got, want, slack),
         "rotary_embedding %s (%lld, %lld) wide %d interleaved %d transposed %d: column %lld is %a, "

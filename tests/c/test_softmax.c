@@ -9,7 +9,7 @@ typedef struct {
   dtype_t dtype;
   int is_log;
   int offset;             /* elements that every buffer begins past a multiple of 64 bytes */
-  void *x, *grad_out, *y; /* y is the argument of backward */
+  void *x, *grad_out, *y; /* y is random data for backward */
   double *want_y, *slack_y, *want_grad, *slack_grad;
 } softmax_case;
 
@@ -28,7 +28,7 @@ static double roundings(const softmax_case *c) {
   return c->inner > 1 ? 40 + 4 * lane : (lane < 256 ? lane : 256) + 8;
 }
 
-/* Returns the error of exp, if the result has 16 bits or is a term of a sum. */
+/* Returns a bound of exp's relative error. The kernels of 16-bit types use a less accurate exp. */
 static double exp_error(dtype_t dtype) {
   return dtype == DTYPE_FLOAT64 ? 0 : dtype == DTYPE_FLOAT32 ? 0x1p-22 : 0x1p-18;
 }

@@ -1,5 +1,5 @@
 /* swiglu and geglu on the CPU. Elements and not rows are divided among threads, so that threads can
- * share one wide row. A block is in one row. The arithmetic is in activation_cpu_math.h. */
+ * share one wide row. A block never crosses rows. The arithmetic is in activation_cpu_math.h. */
 #include "gate/gate.h"
 
 #include "activation/activation_cpu.h"

@@ -2,7 +2,7 @@
  * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
-/* Neighbouring elements of one row, n of them. */
+/* n neighbouring elements of one row, and where their results are stored. */
 typedef struct {
   const T *gate, *up, *grad_out; /* grad_out is NULL in forward */
   T *y, *grad_up;                /* in backward, y is grad_gate */

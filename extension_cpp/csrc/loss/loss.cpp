@@ -87,7 +87,7 @@ static void check_scalar(const char *op, const char *name, const Tensor &x, dtyp
   }
 }
 
-// Processes one chunk of linear_cross_entropy: returns losses, and replaces logits by scale *
+// Processes one chunk of linear_cross_entropy. Returns losses and overwrites logits by scale *
 // gradient.
 static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
                                   const Optional &weight, int64_t ignore_index,

@@ -56,7 +56,7 @@ typedef struct {
   const void *logits;     /* (o, c, i) is at o * outer_stride + c * inner + i */
   const int64_t *target;  /* (outer, inner) */
   const void *weight;     /* (cols), ACC; NULL means ones */
-  const void *weight_sum; /* W, one number, ACC; NULL without weight or label_smoothing */
+  const void *weight_sum; /* W, one number, ACC; NULL without weight or without label_smoothing */
   int64_t outer, cols, inner;
   int64_t outer_stride; /* at least cols * inner */
   loss_options options;
@@ -71,7 +71,7 @@ typedef struct {
   void *loss;             /* (outer, inner), ACC; the log-probability in token_log_probs */
   void *entropy;          /* (outer, inner), ACC; NULL in cross_entropy */
   void *lse;              /* (outer, inner, 2), ACC */
-  void *grad_logits;      /* (outer, cols, inner), contiguous; may be contiguous logits */
+  void *grad_logits;      /* (outer, cols, inner), contiguous; may be `logits` itself */
   const void *grad_scale; /* one number, ACC */
 } loss_forward_args;
 

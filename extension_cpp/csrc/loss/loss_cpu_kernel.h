@@ -121,7 +121,7 @@ ALWAYS_INLINE void NAME(map_with_slope)(ACC *restrict x, ACC *restrict slope, NA
   }
 }
 
-/* Computes n columns of the gradient, from column c on. Without flags, exp takes most of the
+/* Computes n columns of the gradient, from column c on. With form = 0, exp takes most of the
  * time. */
 ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *out, gradient_t g,
                                         NAME(map_t) map, int64_t c, int n, int form, int stream) {

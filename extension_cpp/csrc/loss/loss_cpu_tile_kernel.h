@@ -10,7 +10,7 @@ typedef struct {
 
 /* The location of a tile. */
 typedef struct {
-  int64_t o, i; /* its outer index, and its first inner element */
+  int64_t o, i; /* outer index of the tile, and inner index of its first element */
   int width;
 } NAME(place_t);
 

@@ -7,12 +7,12 @@
 
 namespace losses {
 
-constexpr int NARROW = 1024;  // up to this many vectors, forward processes a row with one warp
+constexpr int NARROW = 1024;  // widest row, in vectors, that forward processes with one warp
 constexpr int CTA_THREADS = 256;
 // The number of vectors that a thread loads at once. TILE_VECTORS is the number of vectors per
 // thread of a wide row in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2, TILE_VECTORS = 8;
-constexpr int BACKWARD_CTAS = 5;  // per SM; this lets the compiler use 48 registers per thread
+constexpr int BACKWARD_CTAS = 5;  // CTAs per SM; this lets the compiler use 48 registers per thread
 
 // The range of part `part`, if `count` items are divided into `parts` equal parts.
 struct Cut {

@@ -13,8 +13,7 @@ namespace extension_cpp::loss {
 
 using Optional = std::optional<Tensor>;
 
-// The options as the operators take them. By default they are token_log_probs', without ignored
-// targets.
+// The options as the operators take them. The defaults are those of token_log_probs.
 struct LossOptions {
   int64_t ignore_index = INT64_MIN;
   double label_smoothing = 0, z_loss = 0;

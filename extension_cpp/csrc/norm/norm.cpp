@@ -114,7 +114,7 @@ static Tensor allocate_if(bool needed, Sizes sizes, dtype_t dtype, const Tensor 
 struct Outputs {
   Tensor y;
   Optional sum;  // only in ops with a residual
-  // x's shape, with size 1 in the normalized dimensions, so that they broadcast to x
+  // The shape is x's, but with size 1 in the normalized dimensions, for broadcasting to x.
   Optional mean, rstd;
 };
 

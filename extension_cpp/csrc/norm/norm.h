@@ -35,9 +35,9 @@ extern "C" {
 typedef struct {
   const void *x;      /* (rows, cols), stride x_stride */
   const void *weight; /* (cols); NULL means ones. CPU: output of norm_widen_cpu, never NULL */
-  const void *bias;   /* (cols); NULL means zeros. CPU: as weight. Unused in rms_norm */
+  const void *bias;   /* (cols); NULL means zeros. CPU: like weight. Unused in rms_norm */
   void *y;            /* (rows, cols) */
-  void *mean;         /* (rows); NULL if it is not wanted, and in rms_norm */
+  void *mean;         /* (rows); NULL if it is not wanted, and always in rms_norm */
   void *rstd;         /* (rows); NULL if it is not wanted */
   double eps;
   int64_t rows;

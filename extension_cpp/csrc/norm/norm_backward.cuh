@@ -226,8 +226,7 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
     });
   }
 
-  // Adds the groups' column sums, and writes the CTA's partial row. `shared` has room for a row per
-  // group.
+  // Adds the groups' column sums, and writes the CTA's partial row. `shared` has a row per group.
   __device__ void write_partial(float *shared) const {
     const int threads = blockDim.x * blockDim.y;
     for (int i = 0; i < P; ++i) {

@@ -1,7 +1,7 @@
 // Backward of the norms for wide aligned rows, by persistent clusters. Bulk copies load rows ahead
-// of their use into stages of shared memory. A row does not stay in registers. It is read from its
-// stage twice, for its sums and for grad_x. Between the two, the next row is summed while the sums
-// travel.
+// of their use into stages of shared memory. A row is not kept in registers, but read from its
+// stage twice: for its sums and for grad_x. While a row's sums are sent between the CTAs of the
+// cluster, the next row is summed.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 
@@ -9,7 +9,7 @@
 
 namespace norms {
 
-constexpr int PIPELINE_THREADS = 512;  // per CTA; an SM holds one CTA
+constexpr int PIPELINE_THREADS = 512;  // threads per CTA; an SM holds one CTA
 
 // The location of a row in shared memory.
 struct Place {

@@ -14,8 +14,8 @@
 _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks");
 
 enum {
-  FLUSH_COLS = 4096, /* columns (128 per lane) that are summed before the sums go to a double */
-  FLUSH_ROWS = 64,   /* rows that are summed before the sums go to doubles */
+  FLUSH_COLS = 4096,       /* columns (128 per lane) summed in ACC before the sums go to a double */
+  FLUSH_ROWS = 64,         /* rows summed in ACC before the sums go to doubles */
   PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches its output for shorter rows */
 };
 

@@ -14,7 +14,7 @@ typedef struct {
  * told apart in each block, because a loop for each form would be much code. */
 typedef struct {
   const norm_backward_args *args;
-  ACC *weight_sums, *bias_sums; /* over the last FLUSH_ROWS rows; NULL if not needed */
+  ACC *weight_sums, *bias_sums; /* sums over the last FLUSH_ROWS rows; NULL if not needed */
   int needs, stream, drops_y;
   ahead_t x_ahead, grad_out_ahead, grad_sum_ahead;
   /* Members for the current row. */
@@ -208,8 +208,7 @@ ALWAYS_INLINE double *NAME(sums_of)(const norm_backward_args *args, int64_t part
   return (double *)(void *)((char *)args->partial + part * norm_partial_part(args));
 }
 
-/* Adds the sums of the most recent rows to those in double. The first call of a part stores
- * them. */
+/* Adds the sums of the last rows to those in double. The first call of a part stores them. */
 ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, const ACC *restrict recent,
                                     int64_t count, int first) {
   if (first) {

@@ -124,7 +124,7 @@ NOINLINE moments_t NAME(double_moments)(const T *x, int64_t cols, int centered) 
     first /= (double)cols;
     second /= (double)cols;
   }
-  /* keeps an infinite mean, for which first is NaN */
+  /* If the mean is infinite, `first` is NaN and `shift` is the mean. */
   return (moments_t){isnan(first) ? shift : shift + first,
                      centered ? second - first * first : second};
 }
@@ -233,8 +233,7 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
   STORE(y + c, v, n, stream);
 }
 
-/* Writes a partial block. This is a function, because loads and stores of variable width are
- * long. */
+/* Writes a partial block. It is not inlined, because loads and stores of n elements are long. */
 NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y,
                                  const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
                                  int n) {

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(256)
         const A dropped = drop_element(to_acc(x[c]), p.dropout_x, row * p.cols + c);
         sum[c] = from_acc<T>(dropped + to_acc(residual[c]));
       }
-      x = sum;  // needs no barrier: each thread reads what it wrote
+      x = sum;  // no barrier is needed, because each thread reads what it wrote
     }
     const Statistics<A> statistics = Norm::statistics(
         [&](auto &&f) {

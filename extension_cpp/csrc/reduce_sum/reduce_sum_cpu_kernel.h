@@ -65,7 +65,7 @@ ALWAYS_INLINE double NAME(sum_short)(const T *p, int64_t n) {
   return (lane[0] + lane[2]) + (lane[1] + lane[3]);
 }
 
-/* Sums a contiguous span, as rows of one block each. */
+/* Sums a contiguous span. It is treated as a matrix with rows of one block each. */
 static double NAME(sum_long)(const T *p, int64_t n) {
   double total[BLOCK];
   NAME(sum_blocks)(total, p, n / BLOCK, BLOCK, BLOCK);

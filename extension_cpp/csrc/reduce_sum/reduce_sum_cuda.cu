@@ -102,8 +102,7 @@ __device__ inline void store_sum(const reduce_sum_args &args, int64_t i, double 
 
 __host__ __device__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Returns a / b, in 32 bits if they suffice: 64-bit division takes as long as a thread of
-// sum_few_rows.
+// Returns a / b, in 32 bits if possible: 64-bit division takes as long as a thread of sum_few_rows.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
   if ((static_cast<uint64_t>(a | b) >> 32) == 0)
     return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
@@ -270,7 +269,7 @@ __global__ void __launch_bounds__(THREADS, 3)
     __syncthreads();
     for (int i = threadIdx.x; i < width; i += THREADS)
       store_sum(args, oc * args.inner + tile_begin + i, fold[i]);
-    __syncthreads();  // the next item overwrites fold
+    __syncthreads();  // waits for all reads before the next item writes to `fold`
   }
 }
 

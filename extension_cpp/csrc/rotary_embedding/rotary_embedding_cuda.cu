@@ -14,13 +14,13 @@ namespace rotary_embedding_kernels {
 
 constexpr int THREADS = 128;
 constexpr int HEADS = 4;
-constexpr int TILE_THREADS = 64;  // minimum per tile and head; they share neighbouring memory
+constexpr int TILE_THREADS = 64;  // minimum per tile and head; these access neighbouring memory
 
 struct Problem {
   rotary_embedding_args args;
   int64_t threads;
   uint32_t heads;     // number of heads of q and k together
-  uint32_t groups;    // groups of heads; a thread has heads group, group + groups, and so on
+  uint32_t groups;    // groups of heads; group g has heads g, g + groups, and so on
   uint32_t pairs;     // number of vector pairs in the rotated part of a row
   uint32_t places;    // number of threads per row: one per pair, and one per two vectors to copy
   uint32_t tile;      // number of tokens per tile
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Proble
   if (!find_work<N>(p, work)) return;
   const Rows<const T> x = x_rows<T>(args.tensors[0], args.tensors[1], work);
   Vector<T, N> first[HEADS], second[HEADS];
-  // If there are fewer heads, the last one is loaded again. With a branch around each load, nvcc
-  // would not issue the loads back to back.
+  // A thread may have fewer than HEADS heads. It then loads the last head again, because with a
+  // branch around each load, nvcc would not issue the loads back to back.
 #pragma unroll
   for (int u = 0; u < HEADS; ++u) {
     const T *const row = x[min(work.group + u * p.groups, p.heads - 1)];

@@ -51,8 +51,7 @@ ALWAYS_INLINE row_span_t row_span(const void *out, int64_t cols, int64_t size, i
   return span;
 }
 
-/* Returns how far ahead a sum prefetches: to the next chunk, or to the next row if rows are
- * short. */
+/* Returns how far ahead a sum prefetches: to the next chunk, or in short rows to the next row. */
 ALWAYS_INLINE ahead_t sum_exp_ahead(int64_t cols, int64_t size) {
   const int64_t chunk = cols < SUM_EXP_COLS ? cols : SUM_EXP_COLS;
   return row_ahead(chunk, chunk, size);

@@ -292,8 +292,7 @@ NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
 ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
-  /* Columns are copied, because with a stride of a power of 2 they evict each other from the
-   * caches. */
+  /* Columns are copied, because with a stride of a power of 2 they evict each other from caches. */
   ACC copy[SUM_EXP_TILE_COLS][BLOCK];
   for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
   for (int64_t c = 0; c < cols; ++c) {

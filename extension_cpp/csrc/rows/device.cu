@@ -20,7 +20,8 @@ static cudaError_t ask_device(Device &device, int number) {
   device.l2_bytes = major == 9 ? l2_bytes : 0;
   device.has_sm_90_code = attributes.ptxVersion >= 90;
   if (error != cudaSuccess || !device.has_sm_90_code) return error;
-  constexpr int SHARED = 160 << 10;  // so much that only one CTA fits on an SM
+  // bytes of shared memory; with so much, only one CTA fits on an SM
+  constexpr int SHARED = 160 << 10;
   const auto probe = reinterpret_cast<const void *>(cluster_probe_kernel);
   for (int log = 1; log < 5; ++log) {
     LaunchConfig config(1 << log, dim3(512), nullptr);

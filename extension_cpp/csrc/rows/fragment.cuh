@@ -176,9 +176,9 @@ struct ParameterVector {
   // vectors (float32 parameters of a half type) are instead loaded as the three aligned vectors
   // around them, because three loads are faster than eight.
   static constexpr bool HAS_THREE = !ALIGNED && VECTORS == 2;
-  // begin with the word or vector that contains column c
+  // `words` begins with the word or vector that contains column c.
   uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];
-  int shift;  // distance from there to column c, in bits (with HAS_THREE in words)
+  int shift;  // distance from `words` to column c, in bits (with HAS_THREE in words)
 
   __device__ void load(const W *data, int c, int cols, bool is_there, float missing) {
     uint32_t fill = 0;
@@ -259,7 +259,7 @@ __device__ inline float load_parameter(const void *data, int64_t c, float missin
 template <typename A, int SLOTS, bool SEVERAL = false>
 class RowSum {
  public:
-  static constexpr int MAX_WARPS = 16;  // in a CTA, if a row has several warps
+  static constexpr int MAX_WARPS = 16;  // maximum number of warps in a CTA that share a row
   struct Shared {
     alignas(2 * sizeof(A)) A warps[SLOTS][MAX_WARPS][2];
     float2 ctas[SLOTS][MAX_CLUSTER];

@@ -73,7 +73,7 @@ struct Plan {
   int shape;        // row of the table, or -1 for the generic kernel
   bool is_aligned;  // whether every row consists of whole 16-byte vectors
   int vectors;      // number of 16-byte vectors per thread
-  int threads;      // threads of a CTA per row
+  int threads;      // threads per row in each CTA
   int rows_per_cta;
   int cluster;  // number of CTAs that share a row
   int slice;    // columns of a row per CTA of the cluster
@@ -139,17 +139,19 @@ constexpr int most_persistent_threads(bool is_float32, Form form, bool is_aligne
 
 // The largest number of rows that a thread adds up in float32 (generic_parts(), row_units()).
 constexpr int64_t MOST_ROWS = 4096;
-constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;  // threads in a CTA of generic_columns_kernel
+// threads in a CTA of generic_columns_kernel, in x and y
+constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;
 // Forward prefetches rows into the L2 at a distance of 1 / AHEAD_PARTS of the L2's size. At twice
 // that distance, lines would be evicted before they are read. Rows of fewer than AHEAD_ROW_BYTES
 // bytes gain nothing from the prefetch.
 constexpr int64_t AHEAD_PARTS = 12, AHEAD_ROW_BYTES = 20 << 10;
-constexpr int64_t FEW_BYTES = 8 << 20;        // for a larger x two kernels are faster than SPLIT
-constexpr int64_t FEW_ROW_BYTES = 16 << 10;   // longer rows leave too few rows per column CTA
+constexpr int64_t FEW_BYTES = 8 << 20;  // for a larger x two kernels are faster than SPLIT
+// with longer rows, each column CTA would get too few rows
+constexpr int64_t FEW_ROW_BYTES = 16 << 10;
 constexpr int64_t FEW_ROWS = 1536;            // with more rows, column CTAs take too long
 constexpr int COLUMN_VECTORS = 4;             // vectors per row that a column CTA of SPLIT reads
-constexpr int64_t PIPELINE_BYTES = 52 << 10;  // in flight per SM; more slow down writes
-constexpr int64_t SHARED_BYTES = 216 << 10;   // the most bytes of stages in a CTA
+constexpr int64_t PIPELINE_BYTES = 52 << 10;  // in flight per SM; more would slow down writes
+constexpr int64_t SHARED_BYTES = 216 << 10;   // maximum size of all stages of a CTA
 constexpr int64_t MAX_STAGES = 8;
 constexpr int64_t MEDIUM_BYTES = 32 << 20;     // size of x; see hint_backward()
 constexpr int64_t FLIGHT_BYTES = 32 << 10;     // bytes that an SM should keep in flight
@@ -181,8 +183,8 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
     const bool needs_four = !is_aligned || (p.form == Form::RESIDUAL && shape.cluster > 1);
     if (needs_four ? shape.vectors != 4 : shape.cluster > 1 && shape.vectors == 4) return false;
   } else if (shape.kernel != Kernel::PERSISTENT && !is_aligned) {
-    // Models have no norms of unaligned widths, so the pipeline and the split kernel do not support
-    // them.
+    // The pipeline and the split kernel have no code for unaligned rows, because models have no
+    // norms of such widths.
     return false;
   }
   // Slices begin at multiples of 32 vectors, so that a warp reads whole cache lines.

@@ -108,7 +108,7 @@ class StripJoin {
   __device__ void join(V (&own)[N]) const {
     join_threads(own, blockDim.y);
     if (HAS_CLUSTERS && cluster > 1) {
-      sync_cluster();  // the other CTAs have read the previous call's values
+      sync_cluster();  // waits until the other CTAs have read the previous call's values
       if (threadIdx.y < cluster) {
         const int slot = cluster_rank() * blockDim.x + threadIdx.x;
         for (int j = 0; j < N; ++j) send_to(threadIdx.y, &shared.ctas[j][slot], own[j]);
@@ -130,10 +130,9 @@ class StripJoin {
   }
   __device__ static int thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-  // Joins the values of the first `count` threads with the same inner elements. All threads get the
-  // result.
+  // Joins the values of the first `count` threads with the same inner elements, for all threads.
   __device__ void join_threads(V (&own)[N], int count) const {
-    __syncthreads();  // all reads of the previous call are done
+    __syncthreads();  // waits until the previous call's values have been read
     if (threadIdx.y < count) {
       for (int j = 0; j < N; ++j) at(shared.threads, j, thread()) = own[j];
     }

@@ -23,7 +23,7 @@ struct ColumnTile {
   const int segment, lane, width;  // width is the number of bytes per step
   const int copy_step, copy_column;
   const Outer outer;
-  const int64_t first_step, first_line;  // first step and line of the CTA
+  const int64_t first_step, first_line;  // first step and first line of the CTA's tile
   const int run;                         // first step of the run, counted from first_step
   const int steps;  // steps to the end of the lines, at most one more than a tile has
 

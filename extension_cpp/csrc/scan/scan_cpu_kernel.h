@@ -40,8 +40,8 @@ ALWAYS_INLINE void NAME(reverse_block)(ACC *v) {
   }
 }
 
-/* Loads the first n elements of a block, and sets the other lanes to `rest`. Any stride is
- * allowed. */
+/* Loads the first n elements of a block, and sets the other lanes to `rest`. p may have any
+ * stride. */
 ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n, ACC rest) {
   const int is_down = n == BLOCK && stride == -1;
   T block[BLOCK];
@@ -52,7 +52,7 @@ ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n, 
   if (is_down) NAME(reverse_block)(v);
 }
 
-/* Returns how many steps of a tile are about 4 KiB. Columns are prefetched so far ahead. */
+/* Returns how many steps ahead columns of a tile are prefetched. These steps take about 4 KiB. */
 ALWAYS_INLINE int64_t NAME(steps_ahead)(int width) {
   return 1 + 4096 / (width * (int64_t)sizeof(T));
 }

@@ -38,7 +38,7 @@ struct Operand {
 
 struct Result {
   scan_output at;
-  bool is_vector;  // rows: as above; columns: a thread's lines are one aligned word
+  bool is_vector;  // rows: as in Operand; columns: a thread's lines are one aligned word
 };
 
 template <typename A, typename As>
@@ -63,14 +63,14 @@ struct Params {
   Result out[Op::OUTPUTS];
   scan_input start;  // state before the first step (outer, inner); NULL means Algebra::start()
   scan_input after;  // an input with shift 1 after the last step (outer, inner); NULL means 0
-  scan_input decay;  // for grad_start = decay * state after the last step
+  scan_input decay;  // the factor in grad_start = decay * state, after the last step
   scan_output grad_start;  // (outer, inner); NULL if not wanted
   int64_t length, inner;
-  bool is_bfloat16;  // the type for which T = Half stands
+  bool is_bfloat16;  // true if T = Half means bfloat16, false if it means float16
   Plan plan;
   char *state;
   StateLayout layout;
-  const int64_t *jumps;  // of each group, in elements: (OPERANDS, plan.groups); NULL if none
+  const int64_t *jumps;  // offset of each group, in elements: (OPERANDS, plan.groups); may be NULL
 
   static constexpr int OPERANDS = Op::INPUTS + 2 * Op::OUTPUTS;  // an upper bound
 

@@ -34,7 +34,7 @@ constexpr int MANY_CTAS = 1024;
 
 struct Plan {
   bool is_rows;
-  int vectors;        // per input and thread; in columns for one strip
+  int vectors;        // vectors per input and thread (columns: per strip)
   int lanes;          // rows: threads of a warp that share a row; columns: threads along inner
   int segments;       // rows: warps per row, or 0 if lanes < 32; columns: THREADS / lanes
   int columns;        // lines of a tile whose segments are joined in shared memory

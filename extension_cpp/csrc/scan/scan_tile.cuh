@@ -274,7 +274,7 @@ struct Table {
       if (ends_group && !ends_block) at.groups.put(at.group, c, Algebra::join(tiles, own));
     }
     if (at.in_block > 0) {
-      __syncthreads();  // the shares of the tiles have been read
+      __syncthreads();  // waits until the shares of the tiles have been read
       put_share(of_groups);
       __syncthreads();
     }

@@ -162,7 +162,8 @@ ALWAYS_INLINE void NAME(softmax_tile)(const T *x, T *y, int64_t cols, int64_t in
   }
 }
 
-/* Returns the index of a work item's first element. *width: the inner elements in its tile. */
+/* Returns the index of a work item's first element, and sets *width to the inner elements of its
+ * tile. */
 ALWAYS_INLINE int64_t NAME(tile_begin)(int64_t item, int64_t cols, int64_t inner, int *width) {
   const int64_t tiles = ceil_div(inner, SOFTMAX_TILE), i = item % tiles * SOFTMAX_TILE;
   *width = inner - i < SOFTMAX_TILE ? (int)(inner - i) : SOFTMAX_TILE;

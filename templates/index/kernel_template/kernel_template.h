@@ -32,7 +32,7 @@ typedef struct {
   const void *grad_out;
   const int64_t *index;
   void *grad_x;
-  int64_t *ends;  /* row r adds the rows order[ends[r-1]] to order[ends[r]-1] of grad_out */
+  int64_t *ends;  /* row r of grad_x adds rows order[ends[r-1]] to order[ends[r]-1] of grad_out */
   int64_t *order; /* the positions in the index, sorted by its values */
   int64_t rows;
   int64_t count;

@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
-  __shared__ unsigned found[EACH * WARPS];  // one bit per index value: whether it is the CTA's row
+  // one bit per index value, set if the value is the CTA's row
+  __shared__ unsigned found[EACH * WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     for (int64_t tile = 0; tile < args.cols; tile += THREADS * N) {
@@ -58,7 +59,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
           if (lane == 0) found[e * WARPS + warp] = bits;
           any = any || is_row;
         }
-        if (!__syncthreads_or(any)) continue;  // all threads continue, so none reads `found`
+        // no thread reads `found`, because all of them continue
+        if (!__syncthreads_or(any)) continue;
         for (int w = 0; w < EACH * WARPS; ++w) {
           for (unsigned bits = found[w]; bits != 0 && c < args.cols; bits &= bits - 1) {
             const int64_t i = first + w * 32 + __ffs(bits) - 1;  // the lowest remaining bit
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
             for (int k = 0; k < N; ++k) sums[k] += static_cast<double>(g[k]);
           }
         }
-        __syncthreads();  // the next values must not overwrite `found` earlier
+        __syncthreads();  // waits for all reads before the next values are stored
       }
       acc_t<T> total[N];
       for (int k = 0; k < N; ++k) total[k] = static_cast<acc_t<T>>(sums[k]);

@@ -3,7 +3,8 @@
 
 #include "common/cpu/block.h"
 #include "common/cpu/level.h"
-#include "common/cpu/math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */
+/* includes <math.h>, and has exp, tanh and fma for loops that vectorise */
+#include "common/cpu/math.h"
 
 typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;

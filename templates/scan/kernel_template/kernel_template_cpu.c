@@ -4,7 +4,8 @@
 
 #include "common/cpu/block.h"
 #include "common/cpu/level.h"
-#include "common/cpu/math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */
+/* includes <math.h>, and has exp, tanh and fma for loops that vectorise */
+#include "common/cpu/math.h"
 
 #define KERNEL_BODY "kernel_template/kernel_template_cpu_kernel.h"
 #include "common/cpu/for_each_dtype.h"

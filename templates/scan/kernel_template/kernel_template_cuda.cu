@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(THREADS) scan_kernel(scan_args args) {
   using A = acc_t<T>;
   __shared__ A warp_ends[WARPS];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  A weights[5];  // decay^1, ^2, ^4, ^8 and ^16, for the shuffles
+  A weights[5];  // decay to the powers 1, 2, 4, 8 and 16, for the shuffles
   double power = args.decay;
 #pragma unroll
   for (int i = 0; i < 5; ++i, power *= power) weights[i] = static_cast<A>(power);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(THREADS) scan_kernel(scan_args args) {
         carry = join(carry, warp_ends[w], warp_weight);
       }
       if (step < args.steps) y[k] = from_acc<T>(join(before, state, lane_weight));
-      __syncthreads();  // the next steps overwrite warp_ends
+      __syncthreads();  // waits for all reads before warp_ends is overwritten
     }
   }
 }

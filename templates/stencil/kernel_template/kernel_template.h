@@ -46,7 +46,7 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_sums_args;
 
-/* CPU kernels for rows [begin, end), and in the sums for channels. args points to the struct. */
+/* CPU kernels. They process rows [begin, end), and the sums channels. args points to the struct. */
 void kernel_template_filter_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_sums_cpu(int64_t begin, int64_t end, void *args);
 

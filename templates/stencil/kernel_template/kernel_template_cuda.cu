@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS) sums_kernel(sums_args args, int lanes
   const int lane = threadIdx.x % lanes;
   for (int64_t c = blockIdx.x; c < args.channels; c += gridDim.x) {
     for (int64_t first = 0; first == 0 || first < args.taps; first += GROUP) {
-      double sums[GROUP + 1] = {0};  // for GROUP taps from `first` on, and for grad_out alone
+      double sums[GROUP + 1] = {0};  // sums for GROUP taps from `first` on, and for grad_out alone
       for (int64_t b = threadIdx.x / lanes; b < args.batch; b += THREADS / lanes) {
         const int64_t begin = (b * args.channels + c) * args.steps;
         const T *grad_out = static_cast<const T *>(args.grad_out) + begin;

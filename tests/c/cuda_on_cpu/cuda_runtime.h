@@ -161,7 +161,7 @@ inline void check(unsigned mask) {
   if (mask != 0xffffffffu) fail("only whole warps exchange values here");
 }
 
-// Call this in every iteration of a loop that waits for another CTA.
+// Call this in every iteration of a loop that waits for another CTA. It fails after the deadline.
 inline void wait() {
   if (std::chrono::steady_clock::now() > cta->deadline) fail("a CTA waits for another one in vain");
   std::this_thread::yield();

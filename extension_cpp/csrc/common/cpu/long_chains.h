@@ -2,7 +2,7 @@
  * and a division. It makes gcc interleave the chains of several vectors. Without it gcc emits one
  * chain after the other, and the processor's out-of-order window covers only two or three of them.
  * Norms, sums and losses do not include it, because they gain nothing or get slower. */
-/* at the baseline level, functions compiled with other options would not be inlined */
+/* At the baseline level, functions compiled with other options would not be inlined. */
 #if !defined(CPU_SMALL)
 #pragma GCC optimize "schedule-insns"
 #endif

@@ -31,7 +31,7 @@ ALWAYS_INLINE double fma_double(double a, double b, double c) { return a * b + c
  * must replace it by a selection or multiply it by x. */
 #define EXP_UNSCALE_FLOAT 0x1p-64f
 ALWAYS_INLINE float exp_scaled_float(float x) {
-  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* the low bits hold n + 64 */
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* its low bits are n + 64 */
   const float n = shifted - (0x1.8p23f + 64);
   const float r = fma_float(n, -0x1.7f7d1cp-20f, fma_float(n, -0x1.62e4p-1f, x));
   float p = fma_float(r, 0x1.695428p-10f, 0x1.123b08p-7f);
@@ -45,7 +45,7 @@ ALWAYS_INLINE float exp_scaled_float(float x) {
 /* Does the same for 16-bit results. It computes 2^(x / ln 2), which takes a third fewer operations.
  * The relative error is 2^-18.4 + 2^-24 |x| (scripts/exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp_scaled_short_float(float x) {
-  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* the low bits hold n + 64 */
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* its low bits are n + 64 */
   const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 64) - shifted);
   float p = fma_float(r, 0x1.3a02fp-7f, 0x1.c9fc9cp-5f);
   p = fma_float(r, p, 0x1.ec0378p-3f);

@@ -132,8 +132,8 @@ ALWAYS_INLINE void cpu_dropout_hold(cpu_dropout_t *state, int64_t i, int64_t n) 
   if (__builtin_expect(i < state->begin || i + n > state->end, 0)) cpu_dropout_make(state, i);
 }
 
-/* Call this before a row of n elements from i on that is read twice. It drops the existing masks if
- * those of the row would not fit behind them. */
+/* Call this before a row of n elements, from element i on, is processed in two passes. It drops the
+ * existing masks if the buffer has no room for the row's masks behind them. */
 ALWAYS_INLINE void cpu_dropout_begin_row(cpu_dropout_t *state, int64_t i, int64_t n) {
   const int64_t room = state->begin + HELD - MADE_AT_ONCE;
   if (i + n + BLOCK > room) state->begin = state->end = i - i % 64;

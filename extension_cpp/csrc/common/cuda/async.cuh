@@ -134,8 +134,8 @@ __device__ inline void copy_bulk(uint32_t shared, const void *global, uint32_t b
       : "memory");
 }
 
-// Writes 8 bytes to the variable `slot` in CTA `rank` of the cluster, and counts them at `barrier`
-// there.
+// Writes 8 bytes to the variable `slot` of CTA `rank` in the cluster, and counts them at its
+// `barrier`.
 __device__ inline void send(float2 *slot, uint64_t *barrier, int rank, float2 value) {
   uint32_t to, at;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"

@@ -32,7 +32,7 @@ template <>
 struct Exp<float> {
   static constexpr float UNSCALE = 0x1p-64f;
   static __device__ float scaled(float x) {
-    // the low bits hold n = round(x / ln 2)
+    // The low bits of `shifted` hold n = round(x / ln 2).
     const float shifted = fmaf(x, 0x1.715476p0f, 0x1.8p23f);
     const float n = shifted - 0x1.8p23f;
     const float r = fmaf(n, -0x1.7f7d1cp-20f, fmaf(n, -0x1.62e4p-1f, x));

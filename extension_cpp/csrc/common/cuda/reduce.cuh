@@ -41,7 +41,7 @@ __device__ inline void block_sum(A (&v)[N]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) v[n] = warps[threadIdx.x % WARPS][n];
   group_sum(v, WARPS);
-  __syncthreads();  // the next call must not overwrite `warps` earlier
+  __syncthreads();  // waits for all reads before the next call stores to `warps`
 }
 
 #endif

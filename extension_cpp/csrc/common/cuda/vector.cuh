@@ -61,8 +61,7 @@ struct Bits<2> {
 template <typename T, int N>
 using Vector = typename Bits<sizeof(T) * N>::type;
 
-// Loads a vector into registers. For several loads in flight, issue all before you unpack the
-// first.
+// Loads a vector into registers. To have several loads in flight, issue all before unpacking one.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_vector(const T *p) {
   return *reinterpret_cast<const Vector<T, N> *>(p);

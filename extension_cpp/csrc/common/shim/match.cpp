@@ -185,7 +185,7 @@ void Match::check_pattern(const char *name, const Tensor &x, std::string_view pa
                       : before != nullptr ? same_sizes(here.sizes(), before->sizes())
                                           : true;
     if (!fits) {
-      bound_.resize(known, here);  // the message names only sizes of earlier tensors
+      bound_.resize(known, here);  // so that the message has only sizes of earlier tensors
       fail_shape(name, x, words);
     }
     if (before == nullptr && !is_number(word)) bound_.push_back(here);
@@ -196,7 +196,7 @@ void Match::check_relation(const char *name, const Tensor &x, std::string_view r
   const std::string_view like = relation.substr(relation.rfind(' ') + 1);
   const auto other = std::find_if(given_.begin(), given_.end(),
                                   [&](const Given &given) { return given.name == like; });
-  if (other == given_.end()) return;  // x is compared with an optional tensor that is None
+  if (other == given_.end()) return;  // the tensor to compare with is optional and was not given
   if (relation.substr(0, 5) == "like ")
     return check_shape(op_, name, x, other->name, *other->tensor);
   const Sizes from = x.sizes(), to = other->tensor->sizes();

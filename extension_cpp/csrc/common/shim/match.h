@@ -51,7 +51,7 @@ class Match {
   void operator()(const char *name, const std::optional<Tensor> &x, Dtypes dtypes,
                   const char *shape = "");  // None is accepted without a check
   void operator()(const char *name, const std::vector<Tensor> &list, Dtypes dtypes,
-                  // checks every tensor of the list; messages name them name[i]
+                  // Checks every tensor of the list. In messages, tensor i is named name[i].
                   const char *shape = "");
   // All tensors of a list have one dtype if the list comes first. "like xs", for another list xs,
   // means that both lists have the same length and that tensor i has the shape of xs[i].
@@ -85,7 +85,7 @@ class Match {
     Given of;
     int64_t begin, end;
     Sizes sizes() const;
-    std::string place() const;  // for messages, such as "the last dimension of x"; may be ""
+    std::string place() const;  // text for messages, such as "the last dimension of x"; may be ""
   };
 
   const Bound *find(std::string_view name) const;

@@ -69,7 +69,7 @@ void check_shape(const char *op, const char *name, const Tensor &x, const char *
 void check_like(const char *op, const char *name, const Tensor &x, const char *like_name,
                 const Tensor &like);
 
-// Returns x's dtype. Fails unless bias has x's device and dtype, and its shape is x's last
+// Returns x's dtype. Fails unless bias has x's device, x's dtype and the size of x's last
 // dimension.
 dtype_t check_bias(const char *op, const Tensor &x, const Tensor &bias);
 

@@ -16,7 +16,7 @@ static std::string &schema_errors() {
   return errors;
 }
 
-// The boxed functions given to DEF, by operator name. nullptr if a function does not fit its
+// The boxed functions given to DEF, by operator name, or nullptr if a function does not fit its
 // schema.
 static std::map<std::string, BoxedKernel> &kernels() {
   static std::map<std::string, BoxedKernel> kernels;
@@ -45,7 +45,7 @@ static std::vector<std::string> split(const std::string &list) {
 // SymInt[1] becomes int[].
 static std::string type_of(const std::string &item) {
   std::string type;
-  // inside (...) or [...]: the closing bracket that ends it; the characters inside are skipped
+  // the bracket that opened the current (...) or [...], whose characters are skipped
   char inside = '\0';
   for (const char c : item) {
     if (inside == '\0' && c == ' ') break;
