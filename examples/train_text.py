@@ -142,8 +142,18 @@ def language_model(ops: str, vocabulary: int, settings: Settings) -> LanguageMod
 class Training(demo_model.Training):
     """The training of one model, with its checkpoint."""
 
-    def __init__(self, ops: str, text: Text, settings: Settings, compiled: bool, parallel: str | None = None) -> None:
-        """`parallel` is how the processes of the group share the work, or None if this process trains alone."""
+    def __init__(
+        self,
+        ops: str,
+        text: Text,
+        settings: Settings,
+        compiled: bool,
+        parallel: str | None = None,
+        *,
+        graphs: bool = False,
+    ) -> None:
+        """`parallel` is how the processes of the group share the work, or None if this process trains alone. `graphs`
+        says whether CUDA graphs run the compiled model."""
         torch.manual_seed(0)
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
@@ -152,11 +162,11 @@ class Training(demo_model.Training):
         self.model = language_model(ops, len(text.alphabet), settings)
         self.loss: Any = self.parallelize(compiled) if parallel else self.model
         if compiled and not parallel:
-            self.loss = torch.compile(self.model, fullgraph=True)
+            self.loss = torch.compile(self.model, fullgraph=True, mode="reduce-overhead" if graphs else None)
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        super().__init__(self.model, groups, settings.learning_rate, settings.steps)
+        super().__init__(self.model, groups, settings.learning_rate, settings.steps, keeps_gradients=graphs)
         self.validation: dict[int, float] = {}  # by step
 
     def parallelize(self, compiled: bool) -> nn.Module:
@@ -197,6 +207,8 @@ class Training(demo_model.Training):
         total = torch.zeros((), device=self.settings.device)
         for part in range(accumulate):
             self.reduce_gradients(part == accumulate - 1)
+            if self.keeps_gradients:
+                torch.compiler.cudagraph_mark_step_begin()
             with self.autocast():
                 loss = self.loss(*self.batch(self.text.training, number * accumulate + part))
             (loss / accumulate).backward()
@@ -321,7 +333,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if parallel:
         join(device)
     checkpoint = options.out / f"{options.ops}.pt"
-    training = Training(options.ops, text, settings, not options.no_compile, parallel)
+    if options.graphs and (device == "cpu" or options.no_compile or parallel):
+        raise CannotRun("--graphs needs a GPU, torch.compile and a single process")
+    training = Training(options.ops, text, settings, not options.no_compile, parallel, graphs=options.graphs)
     if options.restart and training.rank == 0:
         checkpoint.unlink(missing_ok=True)  # else, if this run stops before it saves, the next would resume from it
     if parallel:
@@ -366,6 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     under = "under torchrun: each process has the whole model (ddp, the default), or a part of each tensor (fsdp)"
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help=under)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    graphs = "CUDA graphs run the compiled model (torch.compile's mode reduce-overhead), which takes the host less time"
+    parser.add_argument("--graphs", action="store_true", help=graphs)
     parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
     add_options(parser, 300, "out/train_text", "OPS.pt, the checkpoint, and loss.png, with the curves of both OPS")
     options = parser.parse_args(arguments)

@@ -248,6 +248,7 @@ def test_checkpoint_that_cannot_be_used(small: None, tmp_path: Path, capsys: pyt
     torch.save({"weights": 1}, checkpoint)
     assert f"{checkpoint} is not a checkpoint of this program" in refused(capsys, *options)
     assert "File exists" in refused(capsys, "--text", text, "--out", text)
+    assert "--graphs needs a GPU, torch.compile and a single process" in refused(capsys, *options, "--graphs")
 
 
 def test_a_damaged_checkpoint_of_the_other_ops_does_no_harm(
@@ -274,10 +275,23 @@ def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> N
     torch.nn.utils.clip_grad_norm_(training.model.parameters(), train_text.CLIP)
     whole = torch.cat([parameter.grad.flatten() for parameter in training.model.parameters()])
     training.model.zero_grad()
-    monkeypatch.setattr(training.optimizer, "zero_grad", lambda: None)
+    monkeypatch.setattr(training.optimizer, "zero_grad", lambda **_: None)
     training.step()
     added = torch.cat([parameter.grad.flatten() for parameter in training.model.parameters()])
     assert (added - whole).norm() <= 5 * torch.finfo(torch.bfloat16).eps * whole.norm()
+
+
+def test_kept_gradients_give_the_same_losses(small: None) -> None:
+    """With --graphs the gradients stay in their memory, and are zeros before each step."""
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    settings = train_text.Settings("cpu", 3, text.digest, **SIZES)
+    both = [train_text.Training("ours", text, settings, compiled=False, graphs=graphs) for graphs in (False, True)]
+    addresses = [parameter.grad.data_ptr() for parameter in both[1].model.parameters()]
+    for training in both:
+        for _ in range(3):
+            training.step()
+    assert both[0].losses == both[1].losses
+    assert [parameter.grad.data_ptr() for parameter in both[1].model.parameters()] == addresses
 
 
 def test_what_is_said_of_a_stop(

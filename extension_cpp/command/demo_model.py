@@ -159,11 +159,21 @@ class Training:
     """The training of a model, with an optimizer, and the loss and the seconds of each step."""
 
     def __init__(
-        self, model: LanguageModel, parameters: Any, learning_rate: float, steps: int, warmup: int = WARMUP
+        self,
+        model: LanguageModel,
+        parameters: Any,
+        learning_rate: float,
+        steps: int,
+        warmup: int = WARMUP,
+        keeps_gradients: bool = False,
     ) -> None:
-        """Takes all parameters, or parameter groups, as an optimizer does."""
+        """Takes all parameters, or parameter groups, as an optimizer does. `keeps_gradients` makes backward add to one
+        set of gradients. Under CUDA graphs new ones would be memory of the graph, which the next forward overwrites."""
         self.model, self.learning_rate, self.steps, self.warmup = model, learning_rate, steps, warmup
         self.optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+        self.keeps_gradients = keeps_gradients
+        for parameter in model.parameters() if keeps_gradients else ():
+            parameter.grad = torch.zeros_like(parameter)
         self.losses: list[float] = []
         self.seconds: list[float] = []  # one for each step of this run
 
@@ -182,7 +192,7 @@ class Training:
         loss = self.backward(number)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self.losses.append(self.mean(loss))  # waits for the GPU
         self.seconds.append(time.perf_counter() - began)
 
