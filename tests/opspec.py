@@ -39,7 +39,7 @@ def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -
     """The function with the tensors of its lists as arguments of their own. All lists have the same length."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, list) for x in args):
+        if any(isinstance(x, list) and all(isinstance(each, Tensor) for each in x) for x in args):
             return function(*args, **kwargs)
         length, rest = divmod(len(args) - is_list.count(False), is_list.count(True))
         assert rest == 0, "expected lists of one length and all arguments by position"

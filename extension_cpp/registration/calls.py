@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
 from . import checks
+from .lists import list_places, one_by_one
 
 own_ops = getattr(torch.ops, NAMESPACE)  # the operators of this package
 NO_GRAD = "_no_grad"  # the suffix of a no-grad overload's name, as in csrc/common/shim/op.cpp
@@ -135,10 +136,11 @@ def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
     count = len(no_grad._schema.returns)
     all_results = count == len(op._schema.returns)
+    lists = list_places(op)
 
     def call(*args: Any) -> Any:
         try:
-            requires_grad = _requires_grad(name, args)
+            requires_grad = _requires_grad(name, one_by_one(args, lists) if lists else args)
             if requires_grad is False:
                 return no_grad(*args)
             if requires_grad and name in DIRECT:
