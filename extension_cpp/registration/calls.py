@@ -74,13 +74,16 @@ def is_recorded(args: tuple[Any, ...] | None = None) -> bool:
     return (args is None or not _PLAIN.issuperset(map(type, args))) and symbolic_trace.is_fx_symbolic_tracing()
 
 
-def call(name: str, *args: Any) -> Any:
-    """Calls an operator of this package that has no no-grad overload."""
-    op = getattr(own_ops, name).default
+def call(name: str, *args: Any, **keywords: Any) -> Any:
+    """Calls an operator of this package that has no no-grad overload: "name" or "name.overload".
+
+    All arguments are given; the keyword-only ones, which are the last, in their order.
+    """
+    op = overload_of(f"{NAMESPACE}::{name}")
     try:
-        return op(*args)
+        return op(*args, **keywords)
     except Exception:
-        checks.check_tensors(op._schema, args)
+        checks.check_tensors(op._schema, (*args, *keywords.values()))
         raise
 
 
