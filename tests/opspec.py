@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+COMPUTED = "computed"  # in result_dtypes
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # make(shape) gives a tensor of the dtype, device, layout and requires_grad under test.
@@ -193,8 +194,9 @@ class OpSpec:
     mutates: tuple[str, ...] = ()
     in_place: Callable[..., Any] | None = None
     exact: tuple[int, ...] = ()  # results that equal the reference's, rounded once; those of integers always do
-    # The floating-point dtypes of results, where they are not that of the call: None is that of the call.
-    result_dtypes: tuple[torch.dtype | None, ...] = ()
+    # The floating-point dtypes of results, where they are not that of the call: None is that of the call, and COMPUTED
+    # float32 where that is half.
+    result_dtypes: tuple[torch.dtype | str | None, ...] = ()
     # The reference in elementary operations, if PyTorch's own operator is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
     # The reference with its first gradients by hand, where loops under autograd take too long.
