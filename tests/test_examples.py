@@ -95,54 +95,25 @@ def test_recurrent_text_without_the_scan_of_torch(
     assert not any(tmp_path.iterdir())
 
 
-# The comparison without the seconds that our files take to compile.
-WITHOUT_OURS = """
-from examples.accessor import compare
-compare.build_ours = lambda device: (1.0, 2)
-compare.main()
-"""
-
-
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """The folder with what the comparison built and wrote; the ATen sources are compiled once for all tests. The quick
-    tier does not compile our files again: that is what the build of the library did. With DEBUG=1 the slow tier
-    compiles them for one instruction set, as nobody looks at the seconds."""
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what the comparison built and wrote; the ATen sources are compiled once for all tests. With
+    DEBUG=1 it compiles our files for one instruction set, as nobody looks at the seconds."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
-    program = ["-m", "examples.accessor.compare"] if pytestconfig.getoption("--slow") else ["-c", WITHOUT_OURS]
-    told = run(*program, *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
+    told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
     assert "percent of copy" in told
     return folder
 
 
+@pytest.mark.slow  # to compile against ATen takes half a minute; the template accessor is compiled in the quick tier
 def test_accessor_comparison(compared: Path) -> None:
     rows = json.loads((compared / "cpu.json").read_text())["rows"]
-    assert rows.pop("compile, s")["ours_objects"] >= 2 and len(rows) == 4
+    assert rows.pop("compile, s")["ours_objects"] >= 1 and len(rows) == 4
     assert all(set(row) == {"ours", "accessor", "eager", "copy"} and min(row.values()) > 0 for row in rows.values())
 
 
-# Lines of the accessor template that its example replaces: the arithmetic, and what says that x must be contiguous.
-REPLACED = (
-    r"return x \* x|The square of|x: shape |RuntimeError: |the arithmetic: "
-    r"|f\(float|derivative\(float|at::Tensor forward\("
-)
-FILES = ("ops_template.py", "kernel_template.cpp", "kernel_template_cuda.cu")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_accessor_example_follows_its_template(name: str) -> None:
-    """Each other line of the template is in the example, in the same order."""
-
-    def lines(path: Path) -> list[str]:
-        return re.sub("kernel_template|ops_template", "accessor_mish", path.read_text()).splitlines()
-
-    template = [line for line in lines(ROOT / "templates/accessor" / name) if not re.search(REPLACED, line)]
-    example = iter(lines(ROOT / "examples/accessor" / re.sub("kernel_template|ops_template", "accessor_mish", name)))
-    missing = next((line for line in template if line not in example), None)
-    assert missing is None, f"{name} has {missing!r}, and the example does not, or in another place"
-
-
+@pytest.mark.slow
 def test_accessor_is_right(compared: Path) -> None:
     told = run("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "examples/accessor", TORCH_EXTENSIONS_DIR=compared)
     assert re.search(r"\(256, 1024\) y: largest error \S+", told)
@@ -154,6 +125,7 @@ def test_accessor_benchmark_says_what_it_lacks() -> None:
     assert result.returncode == 1 and result.stderr.startswith("error: CUDA events need a GPU")
 
 
+@pytest.mark.slow
 def test_accessor_benchmark(compared: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("CUDA events need a GPU")

@@ -454,6 +454,18 @@ def test_new_ops_compile_and_pass(tree, pytestconfig):
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
 
+def test_a_new_example_compiles_and_passes(tree, tmp_path):
+    """And what it compiles to needs no function of PyTorch or Python that is not of the stable ABI."""
+    assert command.main(["new", "planted_op", "--kind", "accessor"]) == 0
+    settings = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    test = ["-m", "pytest", "-q", *AS_IT_STANDS, "-p", "no:cacheprovider", tree / "examples" / "planted_op"]
+    run_python(*test, cwd=tree, env=settings)
+    (library,) = (tmp_path / "built").rglob("*.so")
+    needed = {line.split()[-1] for line in run("nm", "-D", "--undefined-only", library).stdout.splitlines()}
+    assert "aoti_torch_new_tensor_handle" in needed
+    assert not [name for name in needed if re.match(r"_?Py|_ZNK?(2at|3c10|5torch)", name)]
+
+
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
 def test_new_package_compiles_and_passes(tmp_path, kind, device, pytestconfig):
     if device == "cpu" and not (kind == "reduction" and pytestconfig.getoption("--slow")):
