@@ -183,6 +183,9 @@ class OpSpec:
     keeps_strides: bool  # the result has the strides of a dense first input
     # Kernels on the GPU for one forward and one backward.
     launches: tuple[int, int]
+    # The least and the greatest number of dimensions of the first tensor; None: any number.
+    least_rank: int = 0
+    greatest_rank: int | None = None
     second_order: bool = True
     differentiable: bool = True  # False: no argument gets a gradient, and samples have no leaves
     # The arguments that are lists of tensors. The battery gets samples, `function` and `reference` with each tensor as

@@ -421,6 +421,7 @@ def test_library_that_is_older_than_its_sources(tree):
 AS_IT_STANDS = ["--assert=plain"]
 # What the quick tier runs of the templates: values, gradients, fakes, refusals, and what they alone promise.
 FEW = "right_for_every_shape or opcheck or gradcheck or refuse_what or sentence or real_strides or test_mutation"
+FEW += " or dimensions"
 
 
 # Tests that compare the names of all ops with a list, and take no more than a second. An op made by `new` is in none.

@@ -37,6 +37,7 @@ SPEC = OpSpec(
     bench=Bench(lambda make, shape: Sample((make(shape), make(shape[-1:]))), forward=2, backward=3),
     keeps_strides=False,
     launches=(1, 2),
+    least_rank=1,
     second_order=False,
     result_dtypes=(None, COMPUTED),
     options=Options({"weight": (None,), "eps": (0.5,), "return_rstd": (True,)}, with_options),

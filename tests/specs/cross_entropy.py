@@ -191,6 +191,7 @@ SPEC = OpSpec(
     ),
     keeps_strides=False,
     launches=(2, 1),  # forward: one kernel for the rows, one for the sum over them
+    least_rank=1,
     second_order=False,
     terms=terms,
 )
