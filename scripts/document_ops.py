@@ -138,7 +138,8 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
         default = " = ..." if argument.has_default_value() else ""
         parameters.append(f"{argument.name}: {kind}{' | None' if optional else ''}{default}")
     parameters.append("/")
-    results, joined = ", ".join(str(result.type) for result in schema.returns), ", ".join(parameters)
+    results = ", ".join(str(result.type).replace("List", "list") for result in schema.returns)
+    joined = ", ".join(parameters)
     end = f") -> {f'tuple[{results}]' if len(schema.returns) > 1 else results}: ..."
     if len(f"def {name}({joined}{end}") <= 120:
         return f"def {name}({joined}{end}\n"

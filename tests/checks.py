@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import judge
 from tests.judge import Expected, Result, assert_right, convert, run
-from tests.opspec import Make, OpSpec, Sample, as_tuple, leaves
+from tests.opspec import COMPUTED, Make, OpSpec, Sample, as_tuple, leaves
 
 __all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # re-exports names of judge.py for the tests
 
@@ -176,10 +176,10 @@ def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Exp
 
 def result_dtype(spec: OpSpec, sample: Sample, number: int) -> torch.dtype:
     """Returns the expected dtype of a floating-point result. Results that are written arguments come last."""
-    if number < len(spec.result_dtypes) and (dtype := spec.result_dtypes[number]) is not None:
-        return dtype
-    dtype = sample.args[0].dtype
-    return torch.promote_types(dtype, torch.float32) if spec.float_results else dtype
+    dtype, given = sample.args[0].dtype, dict(enumerate(spec.result_dtypes)).get(number)
+    if isinstance(given, torch.dtype):
+        return given
+    return torch.promote_types(dtype, torch.float32) if spec.float_results or given == COMPUTED else dtype
 
 
 def check(

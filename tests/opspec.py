@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+COMPUTED = "computed"  # in result_dtypes
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # make(shape) returns a tensor of the dtype, device, layout and requires_grad under test.
@@ -39,7 +40,7 @@ def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -
     """Wraps a function of lists of tensors, so that each tensor is an argument. All lists have the same length."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, list) for x in args):
+        if any(isinstance(x, list) and all(isinstance(each, Tensor) for each in x) for x in args):
             return function(*args, **kwargs)
         length, rest = divmod(len(args) - is_list.count(False), is_list.count(True))
         assert rest == 0, "expected lists of one length and all arguments by position"
@@ -182,6 +183,9 @@ class OpSpec:
     keeps_strides: bool  # the result has the strides of the first input, where that is dense
     # The number of GPU kernels of one forward and of one backward.
     launches: tuple[int, int]
+    # The least and the greatest number of dimensions of the first tensor. None means any number.
+    least_rank: int = 0
+    greatest_rank: int | None = None
     second_order: bool = True
     differentiable: bool = True  # if False, no argument gets a gradient, and samples have no leaves
     # The names of arguments that are lists of tensors. The battery passes each tensor as an argument of its own, named
@@ -193,8 +197,9 @@ class OpSpec:
     mutates: tuple[str, ...] = ()
     in_place: Callable[..., Any] | None = None
     exact: tuple[int, ...] = ()  # results that must equal the rounded reference, as integer results always must
-    # The dtypes of floating-point results. None means the dtype of the call.
-    result_dtypes: tuple[torch.dtype | None, ...] = ()
+    # The dtypes of floating-point results. None means the dtype of the call. COMPUTED means float32 for calls of a half
+    # type, and otherwise the dtype of the call.
+    result_dtypes: tuple[torch.dtype | str | None, ...] = ()
     # The reference in elementary operations, where PyTorch's own operator is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
     # The reference with handwritten first gradients, where loops under autograd take too long.

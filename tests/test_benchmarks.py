@@ -31,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.table import table
 from extension_cpp.registration import calls
-from tests.opspec import Sample, all_specs, as_tuple, leaves
+from tests.opspec import Sample, as_tuple, leaves
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
 
@@ -316,7 +316,7 @@ def test_the_ways_of_host_do_the_same(way, device) -> None:
     torch.testing.assert_close(list(gradients), list(one_call.forward_and_backward("native")()))
 
 
-@pytest.mark.parametrize("spec", all_specs(), ids=str)
+@pytest.mark.parametrize("spec", host_ops.timed_specs(), ids=str)
 def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, device, monkeypatch) -> None:
     """With the plain registration, results and gradients are the same and our Python function is not called. Afterwards
     our registration is active again."""

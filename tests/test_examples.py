@@ -95,53 +95,25 @@ def test_recurrent_text_without_the_scan_of_torch(
     assert not any(tmp_path.iterdir())
 
 
-# Runs the comparison without compiling our files, whose compile time is not tested.
-WITHOUT_OURS = """
-from examples.accessor import compare
-compare.build_ours = lambda device: (1.0, 2)
-compare.main()
-"""
-
-
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """Runs the comparison and returns its output folder, so that ATen sources are compiled once for all tests. Our
-    files are compiled again only in the slow tier, with DEBUG=1 for a single instruction set."""
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs the comparison and returns its output folder, so that ATen sources are compiled once for all tests. With
+    DEBUG=1 our files are compiled for one instruction set, because no test reads the compile time."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
-    program = ["-m", "examples.accessor.compare"] if pytestconfig.getoption("--slow") else ["-c", WITHOUT_OURS]
-    told = run(*program, *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
+    told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
     assert "percent of copy" in told
     return folder
 
 
+@pytest.mark.slow  # to compile against ATen takes half a minute; the template accessor is compiled in the quick tier
 def test_accessor_comparison(compared: Path) -> None:
     rows = json.loads((compared / "cpu.json").read_text())["rows"]
-    assert rows.pop("compile, s")["ours_objects"] >= 2 and len(rows) == 4
+    assert rows.pop("compile, s")["ours_objects"] >= 1 and len(rows) == 4
     assert all(set(row) == {"ours", "accessor", "eager", "copy"} and min(row.values()) > 0 for row in rows.values())
 
 
-# Lines of the accessor template that the example replaces: the arithmetic, and the checks that x is contiguous.
-REPLACED = (
-    r"return x \* x|The square of|x: shape |RuntimeError: |the arithmetic: "
-    r"|f\(float|derivative\(float|at::Tensor forward\("
-)
-FILES = ("ops_template.py", "kernel_template.cpp", "kernel_template_cuda.cu")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_accessor_example_follows_its_template(name: str) -> None:
-    """The example has every other line of the accessor template, in the same order."""
-
-    def lines(path: Path) -> list[str]:
-        return re.sub("kernel_template|ops_template", "accessor_mish", path.read_text()).splitlines()
-
-    template = [line for line in lines(ROOT / "templates/accessor" / name) if not re.search(REPLACED, line)]
-    example = iter(lines(ROOT / "examples/accessor" / re.sub("kernel_template|ops_template", "accessor_mish", name)))
-    missing = next((line for line in template if line not in example), None)
-    assert missing is None, f"{name} has {missing!r}, and the example does not, or in another place"
-
-
+@pytest.mark.slow
 def test_accessor_is_right(compared: Path) -> None:
     told = run("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "examples/accessor", TORCH_EXTENSIONS_DIR=compared)
     assert re.search(r"\(256, 1024\) y: largest error \S+", told)
@@ -153,6 +125,7 @@ def test_accessor_benchmark_says_what_it_lacks() -> None:
     assert result.returncode == 1 and result.stderr.startswith("error: CUDA events need a GPU")
 
 
+@pytest.mark.slow
 def test_accessor_benchmark(compared: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("CUDA events need a GPU")

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import build_library
 from tests.checks import maker
 from tests.forked import python
-from tests.opspec import all_specs
+from tests.opspec import OpSpec, all_specs
 
 ROOT = Path(build_library.__file__).parent
 
@@ -78,6 +79,14 @@ def test_versions_agree():
     assert [(int(major), int(minor)) for major, minor in asked] == [build_library.TORCH_MINIMUM]
 
 
+def arguments_of(spec: OpSpec) -> Iterator[tuple[str, str]]:
+    """The names and types of an operator's arguments; for a list those of the two tensors that samples have in it."""
+    for argument in getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments:
+        is_list = str(argument.type) == "List[Tensor]"
+        names = [f"{argument.name}[{i}]" for i in range(2)] if is_list else [argument.name]
+        yield from ((name, str(argument.type)) for name in names)
+
+
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
@@ -88,16 +97,15 @@ def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
         "float": 2.5,
         "list": [1.0, 2.0],
     }
-    arguments = getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments
     sample = next(spec.sample_inputs(maker("cpu", torch.float32), (4, 6)))
-    for place, (x, argument) in enumerate(zip(sample.args, arguments, strict=False)):
+    for place, (x, (name, kind)) in enumerate(zip(sample.args, arguments_of(spec), strict=False)):
         for got, other in others.items() if isinstance(x, torch.Tensor) else ():
-            if other is None and "Optional" in str(argument.type):
+            if other is None and "Optional" in kind:
                 continue
             args = [*sample.args[:place], other, *sample.args[place + 1 :]]
             with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
                 (spec.in_place or spec.function)(*args, **sample.kwargs)
-            sentence = f"expected {argument.name} to be a tensor, but got {got}"
+            sentence = f"expected {name} to be a tensor, but got {got}"
             assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"
 
 
@@ -114,9 +122,8 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("gradients", [True, False])
 def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
     """A tensor of an unsupported layout raises our message for each argument. PyTorch's names no argument."""
-    arguments = getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments
     sample = next(spec.sample_inputs(maker("cpu", torch.float32), (4, 6)))
-    for place, (x, argument) in enumerate(zip(sample.args, arguments, strict=False)):
+    for place, (x, (name, _)) in enumerate(zip(sample.args, arguments_of(spec), strict=False)):
         for got, change in OTHER_LAYOUTS.items() if isinstance(x, torch.Tensor) else ():
             if not x.is_floating_point() and re.search("mkldnn|quantized", got):
                 continue  # torch has no such integer tensors
@@ -127,7 +134,7 @@ def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
             with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
                 (spec.in_place or spec.function)(*args, **sample.kwargs)
             to_be = "dense or jagged" if "nested" in got else "dense"
-            sentence = f"expected {argument.name} to be {to_be}, but got {got}"
+            sentence = f"expected {name} to be {to_be}, but got {got}"
             assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"
 
 

@@ -422,6 +422,7 @@ def test_library_that_is_older_than_its_sources(tree):
 AS_IT_STANDS = ["--assert=plain"]
 # The tests of templates in the quick tier: values, gradients, fakes, refusals, and what only templates promise.
 FEW = "right_for_every_shape or opcheck or gradcheck or refuse_what or sentence or real_strides or test_mutation"
+FEW += " or dimensions"
 
 
 # Tests of at most a second that compare the names of all ops with a list. An op made by `new` is in no list.
@@ -453,6 +454,18 @@ def test_new_ops_compile_and_pass(tree, pytestconfig):
         words = f"kernel_template and ({FEW} or {own}) or {' or '.join(NAME_LISTS)}"
     done = run_python(*test, "tests/battery", *files, "-k", words, cwd=tree)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+
+
+def test_a_new_example_compiles_and_passes(tree, tmp_path):
+    """And what it compiles to needs no function of PyTorch or Python that is not of the stable ABI."""
+    assert command.main(["new", "planted_op", "--kind", "accessor"]) == 0
+    settings = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    test = ["-m", "pytest", "-q", *AS_IT_STANDS, "-p", "no:cacheprovider", tree / "examples" / "planted_op"]
+    run_python(*test, cwd=tree, env=settings)
+    (library,) = (tmp_path / "built").rglob("*.so")
+    needed = {line.split()[-1] for line in run("nm", "-D", "--undefined-only", library).stdout.splitlines()}
+    assert "aoti_torch_new_tensor_handle" in needed
+    assert not [name for name in needed if re.match(r"_?Py|_ZNK?(2at|3c10|5torch)", name)]
 
 
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)

@@ -1,9 +1,6 @@
 // accessor_mish: y[b][d] = f(x[b][d]) on [B, D], float32, the ATen way: at::Tensor,
 // TORCH_LIBRARY, and accessors that know the strides. This file has the schemas, the checks and the
 // CPU kernels; accessor_mish_cuda.cu has the CUDA kernels.
-//
-// forward refuses an x that is not contiguous: it shows the check that code written for contiguous
-// memory needs. Accessors do not need it, and forward_strided is the same kernel without the check.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -36,11 +33,6 @@ void check_input(const char *name, const at::Tensor &x) {
   TORCH_CHECK(x.dim() == 2, "expected ", name, " of shape [B, D], but got ", x.sizes());
 }
 
-void check_contiguous(const char *name, const at::Tensor &x) {
-  TORCH_CHECK(x.is_contiguous(), "expected ", name, " to be contiguous, but got strides ",
-              x.strides());
-}
-
 // The dispatcher picks a kernel if any argument is on its device, so the others may be elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
@@ -58,7 +50,7 @@ static int64_t grain(int64_t cols) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
 }
 
-static at::Tensor forward_strided(const at::Tensor &x) {
+static at::Tensor forward(const at::Tensor &x) {
   check_input("x", x);
   const at::Tensor y = at::empty(x.sizes(), x.options());
   const at::TensorAccessor<const float, 2> in = x.accessor<const float, 2>();
@@ -69,12 +61,6 @@ static at::Tensor forward_strided(const at::Tensor &x) {
     }
   });
   return y;
-}
-
-static at::Tensor forward(const at::Tensor &x) {
-  check_input("x", x);
-  check_contiguous("x", x);
-  return forward_strided(x);
 }
 
 static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
@@ -93,13 +79,11 @@ static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
 
 TORCH_LIBRARY(accessor_mish, m) {
   m.def("forward(Tensor x) -> Tensor");
-  m.def("forward_strided(Tensor x) -> Tensor");
   m.def("backward(Tensor grad_out, Tensor x) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(accessor_mish, CPU, m) {
   m.impl("forward", &forward);
-  m.impl("forward_strided", &forward_strided);
   m.impl("backward", &backward);
 }
 

@@ -35,13 +35,13 @@ def accessor_mish(x: Tensor) -> Tensor:
     """Mish: ``x * tanh(softplus(x))``.
 
     Args:
-        x: shape (B, D), float32, contiguous; on CUDA it has fewer than 2^31 - 65536 elements.
+        x: shape (B, D), float32, any strides; on CUDA it spans fewer than 2^31 - 65536 elements.
 
     Returns:
         A contiguous tensor of ``x``'s shape.
 
     Raises:
-        RuntimeError: ``x`` is not of shape (B, D), not float32 or not contiguous.
+        RuntimeError: ``x`` is not of shape (B, D) or not float32.
 
     Differentiable once; a second derivative raises. torch.library.register_autograd has no forward mode: torch.func.jvp
     gives zeros. Deterministic.
@@ -50,11 +50,6 @@ def accessor_mish(x: Tensor) -> Tensor:
 
 
 @register_fake("accessor_mish::forward")
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@register_fake("accessor_mish::forward_strided")
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 

@@ -14,7 +14,6 @@ namespace accessor_mish {
 
 // In accessor_mish.cpp.
 void check_input(const char *name, const at::Tensor &x);
-void check_contiguous(const char *name, const at::Tensor &x);
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x);
 
 using In = at::PackedTensorAccessor32<const float, 2, at::RestrictPtrTraits>;
@@ -61,7 +60,7 @@ static int blocks(const at::Tensor &x) {
   return static_cast<int>(std::min<int64_t>(x.size(0), 16384));
 }
 
-at::Tensor forward_strided(const at::Tensor &x) {
+static at::Tensor forward(const at::Tensor &x) {
   check_input("x", x);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor y = at::empty(x.sizes(), x.options());
@@ -72,12 +71,6 @@ at::Tensor forward_strided(const at::Tensor &x) {
       y.packed_accessor32<float, 2, at::RestrictPtrTraits>());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return y;
-}
-
-static at::Tensor forward(const at::Tensor &x) {
-  check_input("x", x);
-  check_contiguous("x", x);
-  return forward_strided(x);
 }
 
 static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
@@ -97,7 +90,6 @@ static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
 
 TORCH_LIBRARY_IMPL(accessor_mish, CUDA, m) {
   m.impl("forward", &forward);
-  m.impl("forward_strided", &forward_strided);
   m.impl("backward", &backward);
 }
 

@@ -28,7 +28,7 @@ def spec(operator: Operator) -> str:
     text += f"{3 if operator.grads else 0}),\n    keeps_strides=False,\n"
     launches = 2 if operator.schema.has_lists or operator.has_unknown_size else 1
     text += f"    launches=({launches}, {int(bool(operator.grads))}),\n"
-    text += "    second_order=False,\n"
+    text += _ranks(first) + "    second_order=False,\n"
     if options:
         values = (f'"{each.name}": ({"True" if each.is_tensor else _other(each, operator)},)' for each in options)
         text += f"    options=Options({{{', '.join(values)}}}, with_options),\n"
@@ -77,6 +77,13 @@ def _sizes(first: Operand, used: set[str]) -> list[str]:
     )
     unpacked = [f"{left}{',' if len(words) == 1 else ''} = shape"] if used & set(words) else []
     return [f"if {test}:", "    return", *unpacked]
+
+
+def _ranks(first: Operand) -> str:
+    """The least and the greatest number of dimensions of the first tensor, in the spec."""
+    named = len(words_of(first.shape)) - ("*" in words_of(first.shape))
+    text = f"    least_rank={named},\n" if named else ""
+    return text + (f"    greatest_rank={named},\n" if named and "*" not in words_of(first.shape) else "")
 
 
 def _words(operator: Operator) -> set[str]:

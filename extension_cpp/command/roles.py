@@ -199,10 +199,7 @@ def _check_roles_of_lists(operator: Operator) -> None:
                 f"expected the shape of {each.name} to be a list of {', '.join(lists)}, but got {each.shape}"
             )
     if operator.grads:
-        raise CannotMake(
-            "expected no --grad with lists: torch.library.register_autograd takes them, but torch.func.grad and vmap "
-            "then raise, and jvp gives 0"
-        )
+        raise CannotMake("expected no --grad with lists: the template 'tensors' has such gradients")
 
 
 def words_of(pattern: str) -> list[str]:

@@ -11,12 +11,12 @@ from . import new, tree
 from .errors import CannotMake
 from .tree import Addition, Plan
 
-OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace", "stencil", "segments")
+OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace", "tensors", "stencil", "segments")
 KINDS = (*OP_KINDS, "accessor")
 # The op of a new package of each kind: the name of what the template computes.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
 FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step", "stencil": "causal_conv"}
-FIRST_OP |= {"segments": "segment_sum"}
+FIRST_OP |= {"segments": "segment_sum", "tensors": "foreach_mul"}
 
 TORCH_NAMESPACES = ("aten", "prim", "prims", "at", "c10", "std")  # namespaces of operators and of C++
 

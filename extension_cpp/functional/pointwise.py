@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
-from ..registration.calls import own_ops
+from ..registration.calls import call
 from .common import fake_like
 
 # ---- muladd ----
@@ -36,11 +36,7 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
     """
     if out is None:
         return _ops.muladd(a, b, c)
-    try:
-        own_ops.muladd.out(a, b, c, out=out)
-    except Exception:
-        checks.check_tensors(own_ops.muladd.out._schema, (a, b, c, out))
-        raise
+    call("muladd.out", a, b, c, out=out)
     return out
 
 

@@ -2,17 +2,16 @@
 
 If gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up defaults
 in the schema, enters a guard, and sets needs_input_grad twice in a backward. The register_autograd here does none of
-that, and differs in three ways:
+that, and differs in two ways:
 
 * torch.library's refuses the transforms of torch.func, and gives a tangent of zero in forward-mode differentiation.
   Here the transforms work. Forward mode computes in plain tensor operations, or raises an error.
 * Its guard keeps the kernels below from recording gradients. That is not needed: autograd.Function switches recording
   off, and without an argument that requires grad nothing is recorded.
-* It flattens lists of tensors. Here operators with such lists are refused.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
 from .calls import CASTING, DIRECT, NO_GRAD, overload_of, overloads_of
+from .lists import FunctionOfLists, is_list, list_places, one_by_one
 
 
 def keys_below(key: DispatchKey) -> DispatchKeySet:
@@ -45,7 +45,8 @@ registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of
 # The package `distributed`, which attaches itself here when torch.distributed.tensor is imported.
 distributed: Any = None
 
-Gradients = dict[str, Tensor | None]  # from the name of an argument to its gradient
+# From the name of an argument to its gradient.
+Gradients = dict[str, Tensor | Sequence[Tensor | None] | None]
 
 
 def qualified(op: str) -> str:
@@ -162,13 +163,15 @@ def register_autograd(
     """Gives an operator its derivative, as torch.library.register_autograd does; torch.func's transforms work, too.
 
     Args:
-        op: "name" of an operator of this package, or "namespace::name" of any. It writes to no argument, neither takes
-            nor returns lists of tensors, and takes tensors only by position.
+        op: "name" of an operator of this package, or "namespace::name" of any. It writes to no argument and takes
+            tensors only by position. It may take lists of tensors (``Tensor[]``) and return one.
         backward: ``backward(ctx, *grads)`` returns a dictionary from the names of arguments to their gradients. An
             argument that is missing, or has None, gets no gradient. The gradient of an argument that does not require
-            grad is dropped. (With torch.library, backward returns a tuple in the order of the arguments.)
+            grad is dropped. (With torch.library, backward returns a tuple in the order of the arguments.) A list that
+            the operator returns has a list of gradients, and so has a list that it takes.
         setup_context: ``setup_context(ctx, inputs, output)`` saves what backward reads. ``inputs`` and
-            ``ctx.needs_input_grad`` have an entry for each argument that can be given by position, defaults included.
+            ``ctx.needs_input_grad`` have an entry for each argument that can be given by position, defaults included;
+            for a list it is a tuple.
             If the operator has keyword-only arguments, they come as ``keyword_only_inputs``.
         plain: the operator in plain tensor operations, which gives the results if an argument has a tangent of
             forward-mode differentiation; the operator is called for its checks alone, and not under vmap or while a
@@ -206,6 +209,9 @@ def _register_batching(op: str) -> None:
     overload = overload_of(op)
 
     def elements(info: Any, x: Any, dim: Any) -> Any:
+        if isinstance(dim, list):  # of a list of tensors
+            each = zip(*(elements(info, *pair) for pair in zip(x, dim, strict=True)), strict=True)
+            return [*map(list, each)] or [[]] * max(info.batch_size, 1)
         if not isinstance(x, Tensor) or dim is None:
             return [x] * max(info.batch_size, 1)
         x = x.movedim(dim, 0)
@@ -218,7 +224,8 @@ def _register_batching(op: str) -> None:
         if isinstance(results[0], Tensor):
             return torch.stack(results)[: info.batch_size], 0
         stacked = [torch.stack(each)[: info.batch_size] for each in zip(*results, strict=True)]
-        return tuple(stacked), (0,) * len(stacked)
+        kind = type(results[0])
+        return kind(stacked), kind([0] * len(stacked))
 
     torch.library.register_vmap(op, loop, lib=library_for(f"Batched {op}", op))
 
@@ -226,12 +233,14 @@ def _register_batching(op: str) -> None:
 def _check_schema(schema: Any) -> None:
     for argument in (*schema.arguments, *schema.returns):
         kind = str(argument.type)
-        if argument.alias_info is not None or ("Tensor" in kind and ("List" in kind or argument.kwarg_only)):
+        is_other_list = kind not in ("Tensor", "Optional[Tensor]", "List[Tensor]") and "Tensor" in kind
+        if argument.alias_info is not None or is_other_list or ("Tensor" in kind and argument.kwarg_only):
             raise NotImplementedError(
-                f"{schema.name}: expected an operator that writes to no argument and has neither lists of tensors nor "
-                f"keyword-only tensors, but got {schema}; torch.library.register_autograd takes it, but with it "
-                "torch.func.grad and vmap raise, and jvp gives 0"
+                f"{schema.name}: expected an operator that writes to no argument and has neither optional lists of "
+                f"tensors nor keyword-only tensors, but got {schema}"
             )
+    if len(schema.returns) > 1 and any(map(is_list, schema.returns)):
+        raise NotImplementedError(f"{schema.name}: expected a list as the only result, but got {schema}")
 
 
 def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> Callable[..., Any]:
@@ -308,6 +317,13 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
 
 
 def _new_function(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    lists, returns_list = list_places(op), any(map(is_list, op._schema.returns))
+    if lists or returns_list:
+        return FunctionOfLists(functools.partial(_function_class, op), forward, backward, lists, returns_list)
+    return _function_class(op, forward, backward)
+
+
+def _function_class(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     # The class is made by type(), because PyTorch takes the name of grad_fn from the class's name at that moment.
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     # Compiled autograd asks a class for its key, which autograd.Function has and its base has not.
@@ -351,6 +367,7 @@ def _autograd_kernel(
     if overloads_of(op._schema.name):
         DIRECT[op._schema.name] = _direct_function(op, backward, setup_context)
     defaults = tuple(argument.default_value for argument in op._schema.arguments if not argument.kwarg_only)
+    lists = list_places(op)
 
     def apply(*args: Any) -> Any:
         if not torch._C._are_functorch_transforms_active():
@@ -360,15 +377,16 @@ def _autograd_kernel(
 
     def kernel(keys: DispatchKeySet, *args: Any, **keywords: Any) -> Any:
         keys = keys & _AFTER_AUTOGRAD
-        if forward_ad._current_level >= 0 and has_tangent(*args):
+        each = one_by_one(args, lists)
+        if forward_ad._current_level >= 0 and has_tangent(*each):
             if plain is None:
                 raise RuntimeError(f"{op._schema.name}: forward-mode differentiation is not implemented")
-            if not (torch._C._len_torch_dispatch_stack() or any(map(_is_batched, args))):
+            if not (torch._C._len_torch_dispatch_stack() or any(map(_is_batched, each))):
                 with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
                     op.redispatch(keys, *args, **keywords)  # for its checks
             return plain(*args, *defaults[len(args) :], **keywords)
         if torch.is_grad_enabled():
-            for arg in args:
+            for arg in each:
                 if isinstance(arg, Tensor) and arg.requires_grad:
                     # The dispatcher leaves out trailing arguments with default values.
                     return apply(*unwrap_dead_wrappers(args), *defaults[len(args) :], (keys, keywords))

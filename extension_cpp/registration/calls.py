@@ -39,6 +39,7 @@ from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
 from . import checks
+from .lists import list_places, one_by_one
 
 own_ops = getattr(torch.ops, NAMESPACE)  # the operators of this package
 # The suffixes of the overloads' names, as in csrc/common/shim/registration.cpp.
@@ -93,13 +94,16 @@ def is_recorded() -> bool:
     return _is_tracing() or symbolic_trace.is_fx_symbolic_tracing()
 
 
-def call(name: str, *args: Any) -> Any:
-    """Calls an operator of this package that has no no-grad overload."""
-    op = getattr(own_ops, name).default
+def call(name: str, *args: Any, **keywords: Any) -> Any:
+    """Calls an operator of this package that has no no-grad overload: "name" or "name.overload".
+
+    All arguments are given; the keyword-only ones, which are the last, in their order.
+    """
+    op = overload_of(f"{NAMESPACE}::{name}")
     try:
-        return op(*args)
+        return op(*args, **keywords)
     except Exception:
-        checks.check_tensors(op._schema, args)
+        checks.check_tensors(op._schema, (*args, *keywords.values()))
         raise
 
 
@@ -153,10 +157,11 @@ def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
     count = len(no_grad._schema.returns)
     all_results = count == len(op._schema.returns)
+    lists = list_places(op)
 
     def call(*args: Any) -> Any:
         try:
-            requires_grad = _requires_grad(name, args)
+            requires_grad = _requires_grad(name, one_by_one(args, lists) if lists else args)
             if requires_grad is False:
                 return no_grad(*args)
             if requires_grad and name in DIRECT:

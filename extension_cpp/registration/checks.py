@@ -52,10 +52,16 @@ def check_tensors(schema: Any, args: Sequence[Any]) -> None:
     For calls that failed: PyTorch's own words for these mistakes are many lines, and some name none of the arguments.
     """
     for argument, value in zip(schema.arguments, args, strict=False):
-        kind = str(argument.type)
+        kind, op = str(argument.type), schema.name.split("::")[1]
         if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
-            check_tensor(schema.name.split("::")[1], argument.name, value)
-            check_dense(schema.name.split("::")[1], argument.name, value)
+            check_tensor(op, argument.name, value)
+            check_dense(op, argument.name, value)
+        elif kind == "List[Tensor]":
+            expected = f"expected {argument.name} to be a list of tensors"
+            check(op, isinstance(value, list | tuple), f"{expected}, but got {type(value).__name__}")
+            for i, x in enumerate(value):
+                check_tensor(op, f"{argument.name}[{i}]", x)
+                check_dense(op, f"{argument.name}[{i}]", x)
 
 
 def check_sizes(op: str, sizes: Sequence[Any], expected: Sequence[Any], message: str) -> None:

@@ -1,14 +1,22 @@
-// kernel_template: y[b][d] = f(x[b][d]) on [B, D], float32, the ATen way: at::Tensor,
-// TORCH_LIBRARY, and accessors that know the strides. This file has the schemas, the checks and the
-// CPU kernels; kernel_template_cuda.cu has the CUDA kernels.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
+// kernel_template: y[b][d] = f(x[b][d]) on [B, D], float32, with accessors, which know the strides.
+// It uses PyTorch's stable ABI and headers of torch/headeronly alone, so that what is compiled here
+// works with every PyTorch from 2.10 on. This file has the schemas, the checks and the CPU kernels;
+// kernel_template_cuda.cu has the CUDA kernels.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/TensorAccessor.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 namespace kernel_template {
+
+using torch::stable::Tensor;
+using In = torch::headeronly::HeaderOnlyTensorAccessor<const float, 2>;
+using Out = torch::headeronly::HeaderOnlyTensorAccessor<float, 2>;
 
 // ---- the arithmetic: y = f(x) and dy/dx, here x^2; the CUDA file has the same two lines ----
 
@@ -17,35 +25,60 @@ static float derivative(float x) { return 2 * x; }
 
 // ---- checks, for both devices ----
 
-void check_input(const char *name, const at::Tensor &x) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat, "expected ", name, " to be float32, but got ",
-              x.scalar_type());
-  TORCH_CHECK(x.dim() == 2, "expected ", name, " of shape [B, D], but got ", x.sizes());
+// Python sees a RuntimeError with exactly this text.
+void check(bool is_right, const char *name, const std::string &expected, const std::string &got) {
+  if (is_right) return;
+  throw std::runtime_error("kernel_template: expected " + std::string(name) + " " + expected +
+                           ", but got " + got);
+}
+
+static std::string device_of(const Tensor &x) {
+  return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : "cpu";
+}
+
+static std::string shape_of(const Tensor &x) {
+  std::string text;
+  for (const int64_t size : x.sizes()) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+void check_input(const char *name, const Tensor &x) {
+  check(x.scalar_type() == torch::headeronly::ScalarType::Float, name, "to be float32",
+        torch::headeronly::toString(x.scalar_type()));
+  check(x.dim() == 2, name, "of shape [B, D]", shape_of(x));
 }
 
 // The dispatcher picks a kernel if any argument is on its device, so the others may be elsewhere.
-void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
+void check_inputs(const Tensor &grad_out, const Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);
-  TORCH_CHECK(grad_out.device() == x.device(), "expected grad_out on ", x.device(),
-              " like x, but got ", grad_out.device());
-  TORCH_CHECK(grad_out.sizes() == x.sizes(), "expected grad_out of shape ", x.sizes(),
-              " like x, but got ", grad_out.sizes());
+  const std::string device = device_of(x), shape = shape_of(x);
+  check(device_of(grad_out) == device, "grad_out", "on " + device + " like x", device_of(grad_out));
+  check(shape_of(grad_out) == shape, "grad_out", "of shape " + shape + " like x",
+        shape_of(grad_out));
 }
 
 // ---- CPU: rows on PyTorch's threads ----
+
+static In read(const Tensor &x) {
+  return In(static_cast<const float *>(x.const_data_ptr()), x.sizes().data(), x.strides().data());
+}
+
+static Out write(const Tensor &x) {
+  return Out(static_cast<float *>(x.mutable_data_ptr()), x.sizes().data(), x.strides().data());
+}
 
 // A thread gets at least this many rows: 32768 elements. Rows of width 0 count as one element.
 static int64_t grain(int64_t cols) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
 }
 
-static at::Tensor forward(const at::Tensor &x) {
+static Tensor forward(const Tensor &x) {
   check_input("x", x);
-  const at::Tensor y = at::empty(x.sizes(), x.options());
-  const at::TensorAccessor<const float, 2> in = x.accessor<const float, 2>();
-  at::TensorAccessor<float, 2> out = y.accessor<float, 2>();
-  at::parallel_for(0, in.size(0), grain(in.size(1)), [&](int64_t begin, int64_t end) {
+  const Tensor y = torch::stable::new_empty(x, x.sizes());
+  const In in = read(x);
+  Out out = write(y);
+  torch::stable::parallel_for(0, x.size(0), grain(x.size(1)), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       for (int64_t d = 0; d < in.size(1); ++d) out[b][d] = f(in[b][d]);
     }
@@ -53,13 +86,12 @@ static at::Tensor forward(const at::Tensor &x) {
   return y;
 }
 
-static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
+static Tensor backward(const Tensor &grad_out, const Tensor &x) {
   check_inputs(grad_out, x);
-  const at::Tensor grad_x = at::empty(x.sizes(), x.options());
-  const at::TensorAccessor<const float, 2> g = grad_out.accessor<const float, 2>(),
-                                           in = x.accessor<const float, 2>();
-  at::TensorAccessor<float, 2> out = grad_x.accessor<float, 2>();
-  at::parallel_for(0, in.size(0), grain(in.size(1)), [&](int64_t begin, int64_t end) {
+  const Tensor grad_x = torch::stable::new_empty(x, x.sizes());
+  const In g = read(grad_out), in = read(x);
+  Out out = write(grad_x);
+  torch::stable::parallel_for(0, x.size(0), grain(x.size(1)), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       for (int64_t d = 0; d < in.size(1); ++d) out[b][d] = g[b][d] * derivative(in[b][d]);
     }
@@ -67,14 +99,14 @@ static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
   return grad_x;
 }
 
-TORCH_LIBRARY(kernel_template, m) {
+STABLE_TORCH_LIBRARY(kernel_template, m) {
   m.def("forward(Tensor x) -> Tensor");
   m.def("backward(Tensor grad_out, Tensor x) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(kernel_template, CPU, m) {
-  m.impl("forward", &forward);
-  m.impl("backward", &backward);
+STABLE_TORCH_LIBRARY_IMPL(kernel_template, CPU, m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
 }
 
 }  // namespace kernel_template

@@ -1,23 +1,32 @@
 // kernel_template on the GPU. A CTA takes a row and its threads stride over the columns:
 // neighbouring threads access neighbouring addresses. Both loops run up to the sizes in the
 // accessors, so that no index leaves the tensor.
-#include <ATen/ATen.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/TensorAccessor.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 namespace kernel_template {
 
-// In kernel_template.cpp.
-void check_input(const char *name, const at::Tensor &x);
-void check_inputs(const at::Tensor &grad_out, const at::Tensor &x);
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
 
-using In = at::PackedTensorAccessor32<const float, 2, at::RestrictPtrTraits>;
-using Out = at::PackedTensorAccessor32<float, 2, at::RestrictPtrTraits>;
+// In kernel_template.cpp.
+void check(bool is_right, const char *name, const std::string &expected, const std::string &got);
+void check_input(const char *name, const Tensor &x);
+void check_inputs(const Tensor &grad_out, const Tensor &x);
+
+template <typename T>
+using Accessor = torch::headeronly::HeaderOnlyGenericPackedTensorAccessor<
+    T, 2, torch::headeronly::RestrictPtrTraits, int32_t>;
+using In = Accessor<const float>;
+using Out = Accessor<float>;
 
 constexpr int THREADS = 256;
 
@@ -39,51 +48,58 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
   }
 }
 
-// A PackedTensorAccessor32 multiplies indices by strides in 32 bits. The kernels' indices go one
-// step past the sizes.
-static void check_32_bits(const char *name, const at::Tensor &x) {
+// These accessors multiply indices by strides in 32 bits. The kernels' indices go one step past the
+// sizes.
+static In read(const char *name, const Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
                 most = (int64_t{1} << 31) - 65536;
-  TORCH_CHECK(std::max(last, x.numel()) < most, "expected ", name, " to span fewer than ", most,
-              " elements, but got ", last + 1);
+  check(std::max(last, x.numel()) < most, name,
+        "to span fewer than " + std::to_string(most) + " elements", std::to_string(last + 1));
+  return In(static_cast<const float *>(x.const_data_ptr()), x.sizes().data(), x.strides().data());
+}
+
+static Out write(const Tensor &x) {
+  return Out(static_cast<float *>(x.mutable_data_ptr()), x.sizes().data(), x.strides().data());
 }
 
 // Enough CTAs to fill every GPU. The kernels' loops process the rows beyond that.
-static int blocks(const at::Tensor &x) {
-  return static_cast<int>(std::min<int64_t>(x.size(0), 16384));
+static int blocks(const Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
+
+static cudaStream_t stream_of(const Tensor &x) {
+  void *stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
 }
 
-static at::Tensor forward(const at::Tensor &x) {
+static void check_launch() {
+  const cudaError_t error = cudaGetLastError();
+  check(error == cudaSuccess, "the kernel", "to be launched", cudaGetErrorString(error));
+}
+
+static Tensor forward(const Tensor &x) {
   check_input("x", x);
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor y = at::empty(x.sizes(), x.options());
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor y = torch::stable::new_empty(x, x.sizes());
   if (x.numel() == 0) return y;
-  check_32_bits("x", x);
-  forward_kernel<<<blocks(x), THREADS, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      x.packed_accessor32<const float, 2, at::RestrictPtrTraits>(),
-      y.packed_accessor32<float, 2, at::RestrictPtrTraits>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  forward_kernel<<<blocks(x), THREADS, 0, stream_of(x)>>>(read("x", x), write(y));
+  check_launch();
   return y;
 }
 
-static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
+static Tensor backward(const Tensor &grad_out, const Tensor &x) {
   check_inputs(grad_out, x);
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor grad_x = at::empty(x.sizes(), x.options());
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor grad_x = torch::stable::new_empty(x, x.sizes());
   if (x.numel() == 0) return grad_x;
-  check_32_bits("grad_out", grad_out);
-  check_32_bits("x", x);
-  backward_kernel<<<blocks(x), THREADS, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      grad_out.packed_accessor32<const float, 2, at::RestrictPtrTraits>(),
-      x.packed_accessor32<const float, 2, at::RestrictPtrTraits>(),
-      grad_x.packed_accessor32<float, 2, at::RestrictPtrTraits>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  backward_kernel<<<blocks(x), THREADS, 0, stream_of(x)>>>(read("grad_out", grad_out), read("x", x),
+                                                           write(grad_x));
+  check_launch();
   return grad_x;
 }
 
-TORCH_LIBRARY_IMPL(kernel_template, CUDA, m) {
-  m.impl("forward", &forward);
-  m.impl("backward", &backward);
+STABLE_TORCH_LIBRARY_IMPL(kernel_template, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
 }
 
 }  // namespace kernel_template

@@ -1,7 +1,7 @@
-"""kernel_template, the ATen way: importing this file compiles its two sources.
+"""kernel_template, with accessors: importing this file compiles its two sources.
 
-torch.utils.cpp_extension.load compiles them in a minute and caches the result, which is for the running torch only.
-Without a GPU the CUDA source is left out.
+torch.utils.cpp_extension.load compiles them in some seconds and caches the result. Without a GPU the CUDA source is
+left out. They need only the stable ABI of torch 2.10, so that torch.ops.load_library loads the result into later ones.
 """
 
 from pathlib import Path
@@ -13,14 +13,15 @@ from torch.library import register_autograd, register_fake
 from torch.utils.cpp_extension import load
 
 _folder = Path(__file__).resolve().parent
+_stable = ["-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]  # 2.10; no other header of torch
 _sources = ["kernel_template.cpp"]
 if torch.cuda.is_available():
     _sources.append("kernel_template_cuda.cu")
 load(
     name="kernel_template",
     sources=[str(_folder / source) for source in _sources],
-    extra_cflags=["-O3"],
-    extra_cuda_cflags=["-O3"],
+    extra_cflags=_stable,
+    extra_cuda_cflags=[*_stable, "-DUSE_CUDA"],  # which declares the function that gives the current stream
     is_python_module=False,
 )
 _ops = torch.ops.kernel_template

@@ -54,7 +54,7 @@ def test_bad_input_gets_its_sentence(device: str) -> None:
     x = torch.ones(2, 3, device=device)
     forward, backward = kernel_template, torch.ops.kernel_template.backward
     bad = [
-        (forward, (x.double(),), "expected x to be float32, but got Double"),
+        (forward, (x.double(),), "kernel_template: expected x to be float32, but got Double"),
         (forward, (x[0],), r"expected x of shape \[B, D\], but got \[3\]"),
         (backward, (x.half(), x), "expected grad_out to be float32, but got Half"),
         (backward, (x[:1], x), r"expected grad_out of shape \[2, 3\] like x, but got \[1, 3\]"),

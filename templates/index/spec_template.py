@@ -49,6 +49,7 @@ SPEC = OpSpec(
     bench=Bench(bench, forward=2, backward=2),
     keeps_strides=False,
     launches=(1, 1),
+    least_rank=1,
     terms=terms,
     exact=(0,),
     positional=True,  # its own test has huge tensors, in place of the battery's

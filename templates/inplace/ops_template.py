@@ -20,3 +20,9 @@ register(
     nested=NONE,
     sharding=NONE,
 )
+register(
+    "kernel_template.out",
+    fake=kernel_template_functions.kernel_template_out_fake,
+    backward=WRITES,
+    sharding=NONE,
+)

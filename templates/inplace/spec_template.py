@@ -23,6 +23,19 @@ def error_inputs(device):
     yield ErrorSample((param, grad, momentum[0], 0.5), f"{op} momentum of shape [2, 3] like param, but got [3]")
     shared = f"{op} param without internal overlap, but got stride 0 in dimension 0"
     yield ErrorSample((param[:1].expand(2, 3), grad, momentum, 0.5), shared)
+    memory, outs = torch.ones(7, device=device), (torch.ones_like(param), torch.ones_like(param))
+    for out, message in [
+        ((outs[0][0], outs[1]), "param_out of shape [2, 3] like param, but got [3]"),
+        ((outs[0], outs[1].half()), "momentum_out to be float32 like param, but got float16"),
+        ((outs[0][:1].expand(2, 3), outs[1]), "param_out without internal overlap, but got stride 0 in dimension 0"),
+    ]:
+        yield ErrorSample((param, grad, momentum, 0.5), f"{op} {message}", {"out": out})
+    shared = f"{op} param_out to be grad itself or to share no memory with it, but they overlap in part"
+    out = (memory[1:].view(2, 3), outs[1])
+    yield ErrorSample((param, memory[:-1].view(2, 3), momentum, 0.5), shared, {"out": out})
+    refused = "don't support automatic differentiation, but one of the arguments requires grad."
+    message = f"extension_cpp::kernel_template.out: functions with out=... arguments {refused}"
+    yield ErrorSample((param, grad.clone().requires_grad_(), momentum, 0.5), message, {"out": outs})
     if device != "cpu":
         yield ErrorSample((param, grad.cpu(), momentum, 0.5), f"{op} grad on {param.device} like param, but got cpu")
 

@@ -60,3 +60,40 @@ def test_a_param_that_requires_grad_is_written_under_no_grad(device: str) -> Non
     with torch.no_grad():
         extension_cpp.kernel_template(param, grad, momentum, 0.5)
     assert param.tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+def test_out_is_written_and_returned(layout: str, device: str) -> None:
+    """In any strides, which stay. The inputs and what is between the elements of out are not written."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(33, 65, device=device) for _ in range(3)]
+    expected = [x.clone() for x in inputs]
+    extension_cpp.kernel_template(*expected, 0.1)
+    wide = torch.full((2, 65, 130), float("nan"), device=device)
+    made = {"contiguous": wide[:, :33, :65].contiguous(), "transposed": wide[..., :33].contiguous().mT}
+    out = made.get(layout, wide[:, :33, ::2]).unbind()
+    before, strides = [x.clone() for x in inputs], [x.stride() for x in out]
+    assert extension_cpp.kernel_template(*inputs, 0.1, out=out) is out
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[2])
+    assert [x.stride() for x in out] == strides and wide[..., 1::2].isnan().all()
+    assert all(map(torch.equal, inputs, before))
+
+
+def test_out_may_be_the_inputs(device: str) -> None:
+    """The other way round, too. Each result is as if all had been read before."""
+    for swap in (False, True):
+        param, grad, momentum = (torch.full((70_001,), value, device=device) for value in (4.0, 1.0, 2.0))
+        out = (momentum, param) if swap else (param, momentum)
+        extension_cpp.kernel_template(param, grad, momentum, 0.5, 0.5, out=out)
+        assert (out[0] == 3.0).all() and (out[1] == 2.0).all() and (grad == 1.0).all()
+
+
+def test_out_counts_versions(device: str) -> None:
+    """And opcheck compiles it."""
+    op = torch.ops.extension_cpp.kernel_template.out
+    param, grad, momentum, *outs = (torch.ones(3, 5, device=device) for _ in range(5))
+    keywords = dict(zip(("param_out", "momentum_out"), outs, strict=True))
+    torch.library.opcheck(op, (param, grad, momentum, 0.5), keywords)
+    before = [x._version for x in (param, momentum, *outs)]
+    op(param, grad, momentum, 0.5, **keywords)
+    assert [x._version - old for x, old in zip((param, momentum, *outs), before, strict=True)] == [0, 0, 1, 1]

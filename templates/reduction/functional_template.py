@@ -11,28 +11,35 @@ from ..registration.autograd import Gradients
 from ..registration.match import FLOATING, SAME, Match
 
 
-def kernel_template(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def kernel_template(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, return_rstd: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """Scales every row to a root mean square of 1: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
         x: shape (..., features); the mean is taken over the last dimension.
-        weight: shape (features,), dtype and device of ``x``.
+        weight: shape (features,), dtype and device of ``x``; None stands for ones.
         eps: added to the mean square.
+        return_rstd: also return ``1 / sqrt(mean(x^2) + eps)``.
 
     Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
+        A contiguous tensor of ``x``'s shape and dtype. With ``return_rstd`` a pair of it and a tensor of shape (..., 1)
+        in float32 (float64: float64), which has no gradient.
 
     Raises:
         RuntimeError: ``x`` has no dimension, ``weight`` is not (features,) or differs from ``x`` in dtype or device, or
             a dtype is not floating point.
 
-    Differentiable once in ``x`` and ``weight``; a second derivative raises. Backward saves ``x``, ``weight`` and a
-    reciprocal root mean square a row, in float32 (float64: float64). Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    Differentiable once in ``x`` and ``weight``; a second derivative raises. Backward saves ``x``, ``weight`` and
+    the reciprocal root mean square of each row. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return _ops.kernel_template(x, weight, eps)[0]
+    # A schema says how many results an operator has, so it always returns both, and this function leaves one out, as
+    # torch.nn.functional.max_pool2d does with indices. Here it costs nothing: backward needs rstd.
+    y, rstd = _ops.kernel_template(x, weight, eps)
+    return (y, rstd) if return_rstd else y
 
 
-def kernel_template_fake(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def kernel_template_fake(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     match = Match("kernel_template")
     match("x", x, FLOATING, "[*, cols]")
     match("weight", weight, SAME, "[cols]")
@@ -41,7 +48,7 @@ def kernel_template_fake(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[
 
 
 def kernel_template_backward_fake(
-    grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool
+    grad_out: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
     op = "kernel_template_backward"
     match = Match(op)
@@ -53,7 +60,7 @@ def kernel_template_backward_fake(
     as_returned = rstd.dtype == statistics and rstd.is_contiguous()
     checks.check(op, as_returned, "expected rstd as the forward returned it")
     checks.check_sizes(op, rstd.shape, [*x.shape[:-1], 1], "expected rstd as the forward returned it")
-    grad_weight = weight.new_empty(weight.shape if needs_grad_weight else 0)
+    grad_weight = x.new_empty(x.shape[-1:] if needs_grad_weight else 0)
     return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
 
 
@@ -75,8 +82,8 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Grad
     return {"x": grad_x, "weight": grad_weight}
 
 
-def kernel_template_plain(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def kernel_template_plain(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """The same in plain tensor operations, for forward-mode differentiation."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * rstd * weight).to(x.dtype), rstd.detach()
+    return (wide * rstd * (1 if weight is None else weight)).to(x.dtype), rstd.detach()

@@ -1,13 +1,18 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import COMPUTED, Bench, ErrorSample, OpSpec, Options, Sample
 
 
 def sample_inputs(make, shape):
     if len(shape) > 0:
         yield Sample((make(shape), make(shape[-1:])))
-        yield Sample((make(shape), make(shape[-1:]), 0.5))
+        yield Sample((make(shape), None, 0.5, True))
+
+
+def with_options(make, shape, chosen):
+    x, weight = make(shape), make(shape[-1:])
+    return Sample((x, chosen.get("weight", weight), chosen.get("eps", 1e-6), chosen.get("return_rstd", False)))
 
 
 def error_inputs(device):
@@ -32,5 +37,8 @@ SPEC = OpSpec(
     bench=Bench(lambda make, shape: Sample((make(shape), make(shape[-1:]))), forward=2, backward=3),
     keeps_strides=False,
     launches=(1, 2),
+    least_rank=1,
     second_order=False,
+    result_dtypes=(None, COMPUTED),
+    options=Options({"weight": (None,), "eps": (0.5,), "return_rstd": (True,)}, with_options),
 )

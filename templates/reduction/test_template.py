@@ -12,6 +12,16 @@ def tensors(device: str, rows: int = 9, cols: int = 33) -> tuple[torch.Tensor, t
     return x.requires_grad_(), weight.requires_grad_()
 
 
+def test_rstd_is_the_second_result_by_option(device: str) -> None:
+    """It has no gradient, and the first result does not depend on the option."""
+    x, weight = tensors(device)
+    y, rstd = extension_cpp.kernel_template(x, weight, return_rstd=True)
+    assert torch.equal(y, extension_cpp.kernel_template(x, weight)) and not rstd.requires_grad
+    without = extension_cpp.kernel_template(x)
+    assert rstd.shape == (9, 1) and torch.equal(without, extension_cpp.kernel_template(x, torch.ones_like(weight)))
+    torch.testing.assert_close(x * rstd, without)
+
+
 def test_only_what_needs_a_gradient_gets_one(device: str) -> None:
     x, weight = tensors(device)
     both = torch.autograd.grad(extension_cpp.kernel_template(x, weight).square().sum(), (x, weight))

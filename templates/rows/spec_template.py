@@ -25,4 +25,5 @@ SPEC = OpSpec(
     bench=Bench(lambda make, shape: Sample((make(shape),)), forward=1, backward=2),
     keeps_strides=False,
     launches=(1, 1),
+    least_rank=1,
 )

@@ -29,4 +29,5 @@ SPEC = OpSpec(
     bench=Bench(lambda make, shape: Sample((make(shape), 0.9)), forward=2, backward=2),
     keeps_strides=False,
     launches=(1, 1),
+    least_rank=1,
 )

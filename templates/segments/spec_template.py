@@ -48,6 +48,7 @@ SPEC = OpSpec(
     bench=Bench(bench, forward=1.25, backward=1.25),
     keeps_strides=False,
     launches=(1, 1),
+    least_rank=1,
     terms=terms,
     positional=True,  # its own test has huge tensors, in place of the battery's
 )

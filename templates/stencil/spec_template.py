@@ -44,6 +44,7 @@ SPEC = OpSpec(
     bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward=3),
     keeps_strides=False,
     launches=(1, 2),
+    least_rank=2,
     second_order=False,
     terms=terms,
 )

@@ -1,13 +1,16 @@
-"""Tests that the stride of a dimension of size 1 has no effect. NumPy makes it 0, and views can make it large."""
+"""Tests every number of dimensions, and that the stride of a dimension of size 1 has no effect. NumPy makes it 0, and
+views can make it large."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from tests.battery import every_op
-from tests.checks import as_tuple, maker, random_grad, run
+from tests.battery import every_op, fake_mode
+from tests.checks import as_tuple, check, maker, random_grad, run
 from tests.opspec import Make, OpSpec
 
 SHAPES = [(1,), (5, 1), (1, 33), (1, 1), (3, 1, 33), (1, 4, 1), (2, 1, 1, 7), (1, 3, 1, 33)]
@@ -59,3 +62,35 @@ def test_any_stride_of_a_dimension_of_size_1(spec: OpSpec, dtype: torch.dtype, s
                 outputs = as_tuple(spec.function(*other.args, **other.kwargs))
             for x, y in zip(outputs, ours.outputs, strict=True):
                 assert same(x, y, spec.has_products), f"{shape}, sample {number}: without gradients"
+
+
+SIZES = (3, 2, 4, 2, 3)  # the most dimensions that are tried where an op takes any number
+
+
+@every_op
+def test_every_number_of_dimensions(spec: OpSpec, device: str) -> None:
+    """From the least to the greatest, results and gradients are right, in a layout for each."""
+    greatest = len(SIZES) if spec.greatest_rank is None else spec.greatest_rank
+    layouts = itertools.cycle(["transposed", "sliced", "contiguous", "padded"])
+    for rank, layout in zip(range(spec.least_rank, greatest + 1), layouts, strict=False):
+        shape = tuple(itertools.islice(itertools.cycle(SIZES), rank))
+        samples = list(spec.sample_inputs(maker(device, torch.float32, layout=layout if rank else "contiguous"), shape))
+        assert samples, f"no sample with {rank} dimensions, though the spec has {spec.least_rank} to {greatest}"
+        for sample in samples:
+            check(spec, sample, what=f"{layout}, {rank} dimensions")
+
+
+@every_op
+def test_other_numbers_of_dimensions_get_a_sentence(spec: OpSpec, device: str) -> None:
+    """One fewer than the least and one more than the greatest, in the kernel and in the fake."""
+    greatest = spec.greatest_rank
+    for rank in ([spec.least_rank - 1] if spec.least_rank > 0 else []) + ([greatest + 1] if greatest else []):
+        shape = tuple(itertools.islice(itertools.cycle(SIZES), spec.least_rank))
+        sample, messages = next(iter(spec.sample_inputs(maker(device, torch.float32), shape))), []
+        args = [torch.ones([2] * rank, device=device), *sample.args[1:]]
+        mode = fake_mode(spec)
+        for given in (args, tree_map_only(Tensor, mode.from_tensor, args)):
+            with mode if given is not args else torch.no_grad(), pytest.raises(RuntimeError) as error:
+                (spec.in_place or spec.function)(*given, **sample.kwargs)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1] and messages[0].startswith(f"extension_cpp::{spec.name}: expected ")

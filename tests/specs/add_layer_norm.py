@@ -124,6 +124,7 @@ SPEC = OpSpec(
     from_saved=from_saved(extension_cpp.reference.layer_norm),
     in_steps=in_steps,
     launches=(1, 2),
+    least_rank=1,
     float_weights=True,
     variants={
         "p0": Bench(functools.partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(8, 15))

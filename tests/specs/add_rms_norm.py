@@ -79,6 +79,7 @@ SPEC = OpSpec(
     terms=terms,
     from_saved=from_saved(extension_cpp.reference.rms_norm),
     launches=(1, 2),
+    least_rank=1,
     float_weights=True,
     variants={"p0": Bench(partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(5, 10))},
 )

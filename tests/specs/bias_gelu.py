@@ -68,5 +68,6 @@ SPEC = OpSpec(
     },
     keeps_strides=True,
     launches=(1, 2),
+    least_rank=1,
     terms=terms,
 )

@@ -190,6 +190,7 @@ SPEC = OpSpec(
     ),
     keeps_strides=False,
     launches=(2, 1),  # forward: one kernel for the rows, and one for the sum over the rows
+    least_rank=1,
     second_order=False,
     terms=terms,
 )

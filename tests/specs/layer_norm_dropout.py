@@ -74,5 +74,6 @@ SPEC = OpSpec(
     terms=terms,
     in_steps=in_steps,
     launches=(1, 2),
+    least_rank=1,
     float_weights=True,
 )

@@ -102,6 +102,7 @@ SPEC = OpSpec(
     ),
     keeps_strides=False,
     launches=(0, 0),
+    least_rank=1,
     second_order=False,
     terms=terms,
     unseen=10,  # with a softcap, logits and their gradients are rounded to a half type, and a gradient sums 11 classes

@@ -64,5 +64,6 @@ SPEC = OpSpec(
     keeps_strides=False,
     terms=terms,
     launches=(1, 2),
+    least_rank=1,
     float_weights=True,
 )

@@ -133,4 +133,6 @@ SPEC = OpSpec(
     keeps_strides=True,
     terms=terms,
     launches=(1, 1),
+    least_rank=2,
+    greatest_rank=4,
 )

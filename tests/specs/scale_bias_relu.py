@@ -57,4 +57,5 @@ SPEC = OpSpec(
     keeps_strides=True,
     terms=terms,
     launches=(1, 2),
+    least_rank=1,
 )

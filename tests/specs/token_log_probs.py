@@ -65,6 +65,7 @@ SPEC = OpSpec(
     ),
     keeps_strides=False,
     launches=(1, 1),
+    least_rank=1,
     second_order=False,
     terms=terms,
     float_results=True,

@@ -1,7 +1,9 @@
-/* kernel_template: momentum[i] = beta * momentum[i] + grad[i]
- *                  param[i] = param[i] - lr * momentum[i], with the new momentum, not yet rounded
- *   param, momentum  (numel)  one type; read and written; no overlap
- *   grad             (numel)  the same type; may be momentum or param itself
+/* kernel_template: momentum_out[i] = beta * momentum[i] + grad[i]
+ *                  param_out[i] = param[i] - lr * momentum_out[i], before that is rounded
+ *   param, grad, momentum    (numel)  one type
+ *   param_out, momentum_out  (numel)  the same type; no overlap with each other
+ * Each that is written may be one that is read, and in place it is: a thread reads element i of all
+ * three before it writes one. It shares no part of its memory with another.
  * All have the same order of elements in memory, without gaps. numel = 0 is not allowed. NaN
  * propagates. Computes in float (float64: double); both results are rounded once. */
 #pragma once
@@ -14,9 +16,11 @@ extern "C" {
 #endif
 
 typedef struct {
-  void *param;
+  const void *param;
   const void *grad;
-  void *momentum;
+  const void *momentum;
+  void *param_out;
+  void *momentum_out;
   double lr;
   double beta;
   int64_t numel;

@@ -11,10 +11,10 @@ ALWAYS_INLINE void NAME(step_block)(const kernel_template_args *args, int64_t i,
   READ(momentum, (const T *)args->momentum + i, n);
   for (int k = 0; k < BLOCK; ++k) momentum[k] = beta * momentum[k] + grad[k];
   for (int k = 0; k < BLOCK; ++k) param[k] = param[k] - lr * momentum[k];
-  STORE((T *)args->param + i, param, n, stream);
-  STORE((T *)args->momentum + i, momentum, n, stream);
+  STORE((T *)args->param_out + i, param, n, stream);
+  STORE((T *)args->momentum_out + i, momentum, n, stream);
 }
 
 static void NAME(step)(const kernel_template_args *args, int64_t begin, int64_t end) {
-  FOR_BLOCKS(NAME(step_block), args, begin, end, (T *)args->param + begin, 0);
+  FOR_BLOCKS(NAME(step_block), args, begin, end, (T *)args->param_out + begin, 0);
 }

@@ -22,7 +22,7 @@ extern "C" int kernel_template_cuda(const kernel_template_args *args, void *stre
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
     return pointwise::launch<T, 3, 2>({args->param, args->grad, args->momentum},
-                                      {args->param, args->momentum}, args->numel,
+                                      {args->param_out, args->momentum_out}, args->numel,
                                       Step{args->lr, args->beta}, stream);
   });
 }

@@ -23,7 +23,13 @@ static dtype_t statistics_dtype(dtype_t dtype) {
   return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
 }
 
-static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight, double eps) {
+// weight, contiguous, if there is one.
+static std::optional<Tensor> weight_row_of(const std::optional<Tensor> &weight) {
+  return weight ? std::optional<Tensor>(as_contiguous(*weight)) : std::nullopt;
+}
+
+static std::tuple<Tensor, Tensor> forward(const Tensor &x, const std::optional<Tensor> &weight,
+                                          double eps) {
   const char *op = "kernel_template";
   Match match(op);
   match("x", x, FLOATING, "[*, cols]");
@@ -34,11 +40,11 @@ static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight,
   const Tensor y = allocate(x.sizes(), dtype, x);
   const Tensor rstd = allocate({row_shape.data(), row_shape.size()}, statistics_dtype(dtype), x);
   if (rstd.numel() == 0) return {y, rstd};
-  const Tensor x_rows = as_contiguous(x),
-               weight_row = as_contiguous(weight);  // locals: copies must live until the launch
+  const Tensor x_rows = as_contiguous(x);  // locals: copies must live until the launch
+  const std::optional<Tensor> weight_row = weight_row_of(weight);
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
-  args.weight = weight_row.const_data_ptr();
+  args.weight = weight_row ? weight_row->const_data_ptr() : nullptr;
   args.y = y.mutable_data_ptr();
   args.rstd = rstd.mutable_data_ptr();
   args.eps = eps;
@@ -50,7 +56,7 @@ static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight,
 }
 
 static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &x,
-                                           const Tensor &weight, const Tensor &rstd,
+                                           const std::optional<Tensor> &weight, const Tensor &rstd,
                                            bool needs_grad_x, bool needs_grad_weight) {
   const char *op = "kernel_template_backward";
   Match match(op);
@@ -70,8 +76,8 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   if (cols == 0 || (rows == 0 && !needs_grad_weight) || !(needs_grad_x || needs_grad_weight)) {
     return {grad_x, grad_weight};
   }
-  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x),
-               weight_row = as_contiguous(weight);
+  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x);
+  const std::optional<Tensor> weight_row = weight_row_of(weight);
   kernel_template_backward_args args{};
   args.part_rows = rows_of_a_part(rows);
   args.parts = ceil_div(rows, args.part_rows);
@@ -80,7 +86,7 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   const Tensor partial = allocate({needs_grad_weight ? &sums : &none, 1}, DTYPE_FLOAT64, x);
   args.grad_out = g.const_data_ptr();
   args.x = x_rows.const_data_ptr();
-  args.weight = weight_row.const_data_ptr();
+  args.weight = weight_row ? weight_row->const_data_ptr() : nullptr;
   args.rstd = rstd.const_data_ptr();
   args.grad_x = needs_grad_x ? grad_x.mutable_data_ptr() : nullptr;
   args.grad_weight = needs_grad_weight ? grad_weight.mutable_data_ptr() : nullptr;
@@ -98,10 +104,11 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   DEF_WITH_NO_GRAD(
-      m, "kernel_template(Tensor x, Tensor weight, float eps=1e-06) -> (Tensor, Tensor)", &forward);
+      m, "kernel_template(Tensor x, Tensor? weight=None, float eps=1e-06) -> (Tensor, Tensor)",
+      &forward);
   DEF_WITH_NO_GRAD(
       m,
-      "kernel_template_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor rstd, "
+      "kernel_template_backward(Tensor grad_out, Tensor x, Tensor? weight, Tensor rstd, "
       "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)",
       &backward);
 }

@@ -4,8 +4,8 @@
  *   grad_x[r,c] = rstd[r] * (g[r,c] - x[r,c] * rstd[r]^2 * mean_c(g[r,c] * x[r,c]))
  *   grad_weight[c] = sum_r(grad_out[r,c] * x[r,c] * rstd[r])
  *   x, y, grad_out, grad_x  (rows, cols)  contiguous, one type, no overlap
- *   weight, grad_weight     (cols)        the same type
- *   rstd                    (rows)        float, for float64 double; kept for backward
+ *   weight, grad_weight     (cols)        the same type; weight may be NULL, which stands for ones
+ *   rstd                    (rows)        float, for float64 double; a result, which backward reads
  *   grad_x, grad_weight     either may be NULL: it is not computed
  *   partial                 (parts, wide_cols)  scratch; NULL if grad_weight is NULL
  * rows = 0 gives grad_weight = 0 and writes nothing else; cols = 0 gives rstd = NaN. NaN

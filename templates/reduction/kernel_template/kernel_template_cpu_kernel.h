@@ -9,6 +9,15 @@ ALWAYS_INLINE double NAME(fold)(const ACC *lanes) {
   return sum;
 }
 
+/* The block of weight at column c; ones if there is no weight. */
+ALWAYS_INLINE void NAME(load_weight)(ACC *v, const void *weight, int64_t c, int n) {
+  if (weight) {
+    LOAD(v, (const T *)weight + c, n);
+  } else {
+    for (int k = 0; k < BLOCK; ++k) v[k] = 1;
+  }
+}
+
 static void NAME(forward_row)(const forward_args *args, int64_t row) {
   const T *x = (const T *)args->x + row * args->cols;
   T *y = (T *)args->y + row * args->cols;
@@ -22,7 +31,7 @@ static void NAME(forward_row)(const forward_args *args, int64_t row) {
   for (int64_t c = 0; c < args->cols; c += BLOCK) {
     const int n = block_size(c, args->cols);
     LOAD(v, x + c, n);
-    LOAD(weight, (const T *)args->weight + c, n);
+    NAME(load_weight)(weight, args->weight, c, n);
     for (int k = 0; k < BLOCK; ++k) v[k] = v[k] * rstd * weight[k];
     STORE(y + c, v, n, 0);
   }
@@ -39,7 +48,7 @@ static void NAME(backward_row)(const backward_args *args, int64_t row, double *r
     const int n = block_size(c, args->cols);
     LOAD(v, x + c, n);
     LOAD(g, grad_out + c, n);
-    LOAD(weight, (const T *)args->weight + c, n);
+    NAME(load_weight)(weight, args->weight, c, n);
     for (int k = 0; k < BLOCK; ++k) v[k] *= rstd;
     for (int k = 0; sums && k < BLOCK; ++k) sums[c + k] += (double)(g[k] * v[k]);
     for (int k = 0; k < BLOCK; ++k) lanes[k] += g[k] * weight[k] * v[k];
@@ -51,7 +60,7 @@ static void NAME(backward_row)(const backward_args *args, int64_t row, double *r
     const int n = block_size(c, args->cols);
     LOAD(v, x + c, n);
     LOAD(g, grad_out + c, n);
-    LOAD(weight, (const T *)args->weight + c, n);
+    NAME(load_weight)(weight, args->weight, c, n);
     for (int k = 0; k < BLOCK; ++k) v[k] = rstd * (g[k] * weight[k] - v[k] * rstd * mean);
     STORE(grad_x + c, v, n, 0);
   }

@@ -15,10 +15,15 @@ using backward_args = kernel_template_backward_args;
 constexpr int THREADS = 256;
 constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 
+// weight[c]; 1 if there is no weight.
+template <typename T>
+static __device__ acc_t<T> weight_at(const void *weight, int64_t c) {
+  return weight == nullptr ? acc_t<T>(1) : to_acc(static_cast<const T *>(weight)[c]);
+}
+
 template <typename T>
 __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
   using A = acc_t<T>;
-  const T *weight = static_cast<const T *>(args.weight);
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     const T *x = static_cast<const T *>(args.x) + row * args.cols;
     T *y = static_cast<T *>(args.y) + row * args.cols;
@@ -30,7 +35,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
         1 / sqrt(static_cast<double>(sum[0]) / static_cast<double>(args.cols) + args.eps));
     if (threadIdx.x == 0) static_cast<A *>(args.rstd)[row] = rstd;
     for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) {
-      y[c] = from_acc<T>(to_acc(x[c]) * rstd * to_acc(weight[c]));
+      y[c] = from_acc<T>(to_acc(x[c]) * rstd * weight_at<T>(args.weight, c));
     }
   }
 }
@@ -38,7 +43,6 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
 template <typename T>
 __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
   using A = acc_t<T>;
-  const T *weight = static_cast<const T *>(args.weight);
   const int64_t first = blockIdx.x * args.part_rows, next = first + args.part_rows;
   const int64_t last = next < args.rows ? next : args.rows;
   double *sums = args.grad_weight ? args.partial + blockIdx.x * args.wide_cols : nullptr;
@@ -51,14 +55,14 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
     for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) {
       const A xhat = to_acc(x[c]) * rstd, g = to_acc(grad_out[c]);
       if (sums) sums[c] += static_cast<double>(g * xhat);
-      sum[0] += g * to_acc(weight[c]) * xhat;
+      sum[0] += g * weight_at<T>(args.weight, c) * xhat;
     }
     if (args.grad_x == nullptr) continue;
     block_sum<THREADS>(sum);
     const A mean = sum[0] / static_cast<A>(args.cols);
     T *grad_x = static_cast<T *>(args.grad_x) + row * args.cols;
     for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) {
-      const A xhat = to_acc(x[c]) * rstd, g = to_acc(grad_out[c]) * to_acc(weight[c]);
+      const A xhat = to_acc(x[c]) * rstd, g = to_acc(grad_out[c]) * weight_at<T>(args.weight, c);
       grad_x[c] = from_acc<T>(rstd * (g - xhat * mean));
     }
   }

@@ -1,0 +1,24 @@
+"""Registers the fake implementation and the autograd formula of every operator.
+
+This is the table of the operators. The functions are in functional/. registration/entries.py says what an entry is.
+"""
+
+from .functional import kernel_template as kernel_template_functions
+from .functional.kernel_template import kernel_template
+from .registration.entries import NONE, register
+
+__all__ = [
+    "kernel_template",
+]
+
+# ---- kernel_template ----
+
+register(
+    "kernel_template",
+    fake=kernel_template_functions.kernel_template_fake,
+    setup_context=kernel_template_functions.kernel_template_setup_context,
+    backward=kernel_template_functions.kernel_template_backward,
+    plain=kernel_template_functions.kernel_template_plain,
+    nested=NONE,
+    sharding=NONE,
+)

@@ -1,0 +1,5 @@
+from collections.abc import Sequence
+
+from torch import Tensor
+
+def kernel_template(xs: Sequence[Tensor], ys: Sequence[Tensor], /) -> list[Tensor]: ...
