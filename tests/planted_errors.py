@@ -146,7 +146,7 @@ CUDA = [
     Planted(
         CSRC + "rows/plan.h",
         "2 * (vector - 1);  // a thread owns at most one edge",
-        "vector - 1;  // one per thread",
+        "vector - 1;  // a thread owns at most one edge",
         "The norms and softmax of bfloat16 rows of 13 columns: some of a row's 13 edges have no thread.",
         gpu=True,
         tests="tests/battery/test_values.py tests/test_norm_kernels.py -k 'cuda and (norm or softmax)'",

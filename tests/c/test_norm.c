@@ -316,7 +316,8 @@ static uint64_t run_case(const norm_case *c) {
 void test_norm_sizes(uint32_t step) {
   static const int64_t rows[] = {0, 1, 2, 3, 65},
                        cols[] = {0, 1, 31, 32, 33, 63, 1023, 1024, 1025, 4097};
-  const int sanitized = step > 1000; /* leaves out large shapes, but no row count or width */
+  /* sanitizer runs skip large shapes, but test each height and width */
+  const int sanitized = step > 1000;
   int variant = 0;
   for (int r = 0; r < 5; ++r) {
     for (int k = 0; k < 10; ++k) {
@@ -338,8 +339,8 @@ void test_norm_sizes(uint32_t step) {
   }
 }
 
-/* Rows for which a simple variance is inaccurate: `at` +- spread, with the first `far` columns
- * 0. */
+/* Tests rows of `at` +- spread, whose variance is inaccurate in a simple formula. Their first `far`
+ * columns are 0. */
 void test_norm_hostile(uint32_t step) {
   static const struct {
     double at, spread;

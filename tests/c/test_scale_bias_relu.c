@@ -143,7 +143,8 @@ static void run_case(const sbr_case *c, int offset) {
 void test_scale_bias_relu_sizes(uint32_t step) {
   static const int64_t rows[] = {0, 1, 33, 65},
                        cols[] = {1, 31, 32, 33, 1023, 1025, 2047, 2048, 2049, 3584};
-  const int sanitized = step > 1000; /* leaves out large shapes, but no row count or width */
+  /* sanitizer runs skip large shapes, but test each height and width */
+  const int sanitized = step > 1000;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
     for (int r = 0; r < 4; ++r) {
       for (int k = 0; k < 10; ++k) {
@@ -200,8 +201,8 @@ static void check_long_columns(void) {
   ((float *)c.bias)[0] = 1;
   for (int k = 0; k < OUTPUTS; ++k) free(c.want[k]), free(c.slack[k]);
   set_wants(&c, 0);
-  /* Errors of equal terms partly cancel: a sum of 64 is off by a few roundings, one of 1000 by
-   * many. */
+  /* A sum of 64 equal terms is off by a few roundings, but one of 1000 terms by many. The smaller
+   * slack tells them apart. */
   c.slack[GRAD_BIAS][0] /= 32;
   run_case(&c, 0);
   free_case(&c);

@@ -37,7 +37,8 @@ static void set_number(dtype_t dtype, void *p, double value) {
 /* The gradient of a row:
  *   dloss/dz_c = exp(z_c - shift) * (factor + entropy_factor * (z_c - shift + entropy))
  *                - [c = target] * at_target - smooth * w_c
- * all multiplied by the gradient of the loss and by `scale`. If target < 0, it is `factor`. */
+ * The factors include the gradient of the loss and, without softcap, `scale`. If target < 0, every
+ * element of the row's gradient is `factor`. */
 typedef struct {
   double shift, factor, at_target, smooth, entropy_factor, entropy;
   int64_t target;

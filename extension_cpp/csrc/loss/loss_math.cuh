@@ -78,9 +78,9 @@ __device__ inline A smoothing_origin(A z) {
   return isfinite(z) ? z : A(0);
 }
 
-// Writes the results of row r. z is the target's logit. The exponentials are relative to `from`,
-// exp(log_sum) is their sum, and `moment` is their moment over the sum. smooth = sum(w_c * (z_c -
-// origin)).
+// Writes the results of row r. z is the target's logit. The exponentials are relative to `from`.
+// exp(log_sum) is their sum, and `moment` is the mean of z_c - from with the exponentials as
+// weights. smooth is sum(w_c * (z_c - origin)).
 template <Mode MODE, typename A>
 __device__ inline void write_results(const loss_forward_args &p, int64_t r, const Target &target,
                                      A z, A from, A log_sum, A moment, A smooth, A origin) {

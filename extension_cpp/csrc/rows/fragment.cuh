@@ -53,7 +53,7 @@ struct RowSlice {
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
 };
 
-// Names vector k of a thread's part of a row or, with SIZE = 1 and k = K, its edge.
+// Stands for vector k of a thread's part of a row, or with SIZE = 1 and k = K for its edge.
 template <int N>
 struct Part {
   static constexpr int SIZE = N;

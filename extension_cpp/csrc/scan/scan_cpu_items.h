@@ -71,7 +71,7 @@ ALWAYS_INLINE int64_t scan_offset(const scan_item_t *item, int64_t outer, int64_
   return has_jumps ? offset + scan_jumps(item->shape, item->outer, index) : offset;
 }
 
-/* Two numbers for each line of an item. */
+/* Two numbers for each line of a work item. */
 typedef struct {
   double a[SCAN_TILE], b[SCAN_TILE];
 } scan_state_t;

@@ -62,8 +62,9 @@ struct Params {
   Operand in[Op::INPUTS];
   Result out[Op::OUTPUTS];
   scan_input start;  // state before the first step (outer, inner); NULL means Algebra::start()
-  scan_input after;  // an input with shift 1 after the last step (outer, inner); NULL means 0
-  scan_input decay;  // the factor in grad_start = decay * state, after the last step
+  // value of an input with shift 1 after the last step (outer, inner); NULL means 0
+  scan_input after;
+  scan_input decay;        // the factor in grad_start = decay * state, after the last step
   scan_output grad_start;  // (outer, inner); NULL if not wanted
   int64_t length, inner;
   bool is_bfloat16;  // true if T = Half means bfloat16, false if it means float16
@@ -161,8 +162,7 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
-// Returns whether each vector is copied whole or outside the tensor. `size` counts elements along
-// vectors.
+// Returns whether no vector straddles the end of `size` elements, and all can be copied whole.
 template <typename Op>
 __device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
   bool all = size % WIDTH<typename Op::T> == 0;

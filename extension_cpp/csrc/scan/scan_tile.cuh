@@ -116,8 +116,9 @@ __device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &al
 
 // ---- look-back ----
 
-// The memory in which the tiles of COLUMNS neighbouring lines publish (1 in rows), and the values
-// that tile `tile` waits for. A warp reads values of AT_ONCE tiles at once, one line per lane.
+// The memory in which the tiles of COLUMNS neighbouring lines (1 in rows) publish values, and the
+// values that tile `tile` waits for. A warp reads values of AT_ONCE tiles at once, one line per
+// lane.
 template <typename Algebra, int COLUMNS>
 struct LookBack {
   using Part = typename Algebra::Part;

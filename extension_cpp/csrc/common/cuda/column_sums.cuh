@@ -58,8 +58,7 @@ inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   return best;
 }
 
-// How a matrix is split: columns into tiles of threads_x vectors of n elements, and rows into
-// blocks.
+// The division of a matrix into tiles of threads_x vectors of n columns, and into blocks of rows.
 struct Geometry {
   int threads_x;
   int threads_y;

@@ -28,8 +28,8 @@ struct Tensors {
   int head;  // number of elements before the first aligned one
 };
 
-// The policy for no row operand. Output element i, of row r = row_of(i), reads in[j][i + gaps(r,
-// j)].
+// The policy if there is no row operand. Output element i lies in row r = row_of(i), and reads
+// in[j][i + gaps(r, j)].
 struct NoRow {
   static constexpr int OPERANDS = 0;
   static __device__ uint32_t row_of(int64_t) { return 0; }
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
 
 // ---- host code; functions that do not depend on types are compiled once, not once per kernel ----
 
-// How the elements are divided: `head` single ones, then vectors of `width`, among `ctas` CTAs.
+// The division of the elements among `ctas` CTAs: `head` single ones, then vectors of `width`.
 struct Division {
   int width, head;
   unsigned ctas;

@@ -61,8 +61,7 @@ std::tuple<Tensor, Tensor> bias_backward(const char *op, const Kernel<Args> &ker
   args.rows = rows;
   args.cols = cols;
   const int64_t tiles = column_sums_tiles(cols);
-  // Without rows grad_bias is 0. On the GPU this launch writes the zeros, on the CPU sum_parts
-  // does.
+  // Without rows grad_bias is 0. The zeros are written by this launch, or on the CPU by sum_parts.
   if (rows > 0 || x.is_cuda())
     launch(op, kernel, args, x, column_sums_parts(rows, cols) * tiles, 1);
   if (needs.grad_bias && !x.is_cuda()) parallel_for(tiles, 1, sum_parts, &args);
