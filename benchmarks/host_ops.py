@@ -75,7 +75,7 @@ def measure(spec: OpSpec, device: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    specs = {spec.name: spec for spec in all_specs()}
+    specs = {spec.name: spec for spec in all_specs() if spec.differentiable}  # the others have one registration
     parser = BenchmarkParser("benchmarks host_ops", __doc__, "out/host-ops-DEVICE.json", 51, "batches")
     parser.add_argument("--op", nargs="+", choices=specs, default=list(specs), metavar="OP", help="(default: all)")
     options = parser.parse(arguments)

@@ -150,6 +150,7 @@ class Bench:
     forward: float  # floor: elements moved per element of the shape
     backward: float  # 0: backward moves nothing
     flat: bool = False  # the width makes no difference: one shape is enough
+    by_lines: bool = True  # a line of the first tensor alone decides a line of the results; else all is judged as one
     # PyTorch's own implementation, if that is not the reference.
     stock: Callable[..., Any] | None = None
     # Arithmetic operations per element of the shape, forward and backward, for the roofline. exp, log, division and
@@ -203,6 +204,8 @@ class OpSpec:
     # terms(call): of each output, and of the gradient of each argument by its place. None: found by changes of the
     # inputs (tests/judge.py), which takes the reference eight times.
     terms: Callable[[Call], tuple[list[Terms], dict[int, Terms]]] | None = None
+    # Without `terms`: backward reads results of the op, which are rounded. (With them: from_saved.)
+    saves_results: bool = False
     # from_saved(call): outputs and gradients in float64 if backward reads call.outputs, the rounded results of the op.
     from_saved: Callable[[Call], tuple[tuple[Tensor, ...], list[Tensor]]] | None = None
     # How many of the results planted in test_judge.py are within the rounding errors of the op. The spec says why.

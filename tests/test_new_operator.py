@@ -1,5 +1,6 @@
 """python -m extension_cpp new --schema: what it reads and refuses, and that what it writes compiles and passes."""
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 import build_library
 from extension_cpp import __main__ as command
-from extension_cpp.command import generate, roles, schema
+from extension_cpp.command import generate, generate_python, generate_shim, generate_tests, new, roles, schema
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
@@ -167,6 +168,79 @@ FORMULAS = {
 }
 
 
+# The arithmetic of forward and backward on the CPU: a mask that broadcasts, an index, and results of other dtypes.
+KERNELS = {
+    "planted_scale": [
+        "out[i] = NARROW(WIDEN(x[i]) * (args->has_scale ? (ACC)args->scale : 1) * (mask == NULL || mask[i]));",
+        "grad_x[i] = NARROW(WIDEN(grad_out[i]) * (args->has_scale ? (ACC)args->scale : 1) * (!mask || mask[i]));",
+    ],
+    "planted_sum": [
+        "for (int64_t col = 0; col < args->cols; ++col) {\n  double sum = 0;\n"
+        "  for (int64_t row = 0; row < args->rows; ++row)\n"
+        "    if (index[row] == i) sum += WIDEN(x[row * args->cols + col]);\n"
+        "  out[i * args->cols + col] = NARROW((ACC)sum);\n}",
+        "grad_x[i] = grad_out[index[i / args->cols] * args->cols + i % args->cols];",
+    ],
+    "planted_round": [
+        "double sum = 0;\nfor (int64_t j = i * args->n; j < (i + 1) * args->n; ++j) {\n"
+        "  const ACC value = WIDEN(x[j]);\n  q[j] = (int8_t)((value > 0) - (value < 0));\n  sum += fabs(value);\n}\n"
+        "scale[i] = (float)sum;",
+    ],
+}
+
+
+def operator_of(*words: str) -> roles.Operator:
+    parser = argparse.ArgumentParser()
+    new.add_schema(parser)
+    operator = new.described(parser.parse_args(["--schema", *words], argparse.Namespace(kind=None)), None)
+    assert operator is not None
+    return operator
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_entries_say_what_nested_tensors_and_dtensors_get(name: str) -> None:
+    """As tests/battery/test_registration.py asks of each entry of a public op."""
+    entry = generate_python.entry(operator_of(*PLANTED[name])).split("register(")[1]
+    assert "nested=" in entry and "sharding=" in entry and "fake=" in entry and "backward=" in entry
+
+
+def test_kernels_get_a_mask_in_the_shape_to_which_it_broadcasts() -> None:
+    shim = generate_shim.shim(operator_of(*PLANTED["planted_scale"]))
+    assert "as_expanded(*mask, x.sizes())" in shim and "as_expanded(*mask, grad_out.sizes())" in shim
+    shim = generate_shim.shim(operator_of("f(Tensor x, Tensor mask, SymInt k) -> Tensor", "--shape", "out=[k]"))
+    assert "as_expanded(mask, x.sizes())" in shim
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (PLANTED["planted_topk"], {"experts": "size_of(logits_sizes, -1)"}),
+        (PLANTED["planted_sum"], {"rows": 'match.size("rows")', "cols": "size_of(x_sizes, 1)"}),
+        (
+            ["f(Tensor x) -> Tensor", "--role", "x=[4, rows, *]", "--grad", "x", "--save", ""],
+            {"rows": "size_of(x_sizes, 1)"},
+        ),
+    ],
+)
+def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str], sizes: dict[str, str]) -> None:
+    operator = operator_of(*words)
+    assert generate.launches(operator)[1].sizes == sizes
+    shim, header = generate_shim.shim(operator), generate.header(operator)
+    for name, size in sizes.items():
+        assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
+
+
+def test_nothing_may_be_saved() -> None:
+    operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
+    assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
+
+
+def test_specs_say_that_results_are_saved_and_whether_lines_decide_lines() -> None:
+    saving = {name for name, words in PLANTED.items() if "saves_results" in generate_tests.spec(operator_of(*words))}
+    whole = {name for name, words in PLANTED.items() if "by_lines=False" in generate_tests.spec(operator_of(*words))}
+    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"}
+
+
 def plant(names: list[str]) -> None:
     for name in names:
         assert command.main(["new", name, "--schema", *PLANTED[name]]) == 0
@@ -225,7 +299,7 @@ def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     environment = with_objects(tree)
     plant([*PLANTED])
     run(sys.executable, "build_library.py", cwd=tree, env=environment)
-    others, missing = battery(tree, [*PLANTED], "tests/battery")
+    others, missing = battery(tree, [*PLANTED], "tests")
     assert not others and missing
     reference = tree / "extension_cpp" / "reference.py"
     text = reference.read_text()
@@ -234,6 +308,13 @@ def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     reference.write_text(text)
     others, missing = battery(tree, [*PLANTED], "tests/battery")  # each names the kernels
     assert not others and missing
+    for name, formulas in KERNELS.items():
+        kernel = tree / "extension_cpp" / "csrc" / name / f"{name}_cpu_kernel.h"
+        left = iter(formulas)
+        loops = rf"  /\* {re.escape(generate.MARK)} \*/\n.*?(?=^}})"
+        kernel.write_text(re.sub(loops, lambda _, left=left: next(left) + "\n", kernel.read_text(), flags=re.S | re.M))
+    run(sys.executable, "build_library.py", cwd=tree, env=environment)
+    assert battery(tree, [*KERNELS], "tests") == (set(), set())
 
 
 def test_a_zero_of_an_unwritten_kernel_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

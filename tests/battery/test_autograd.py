@@ -214,7 +214,8 @@ def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device:
         (ours, _), (needed, intermediate) = _kept(spec.function, sample), _kept(spec.reference, sample)
         # scale_bias_relu reads x and bias: a result that is rounded to 0 does not tell on which side of 0 it was.
         extra = ours - needed if spec.name != "scale_bias_relu" else set()
-        assert not [i for i in extra if sample.args[i].numel() > intermediate]
+        names = [spec.names[i] for i in extra if sample.args[i].numel() > intermediate]
+        assert not names, f"{spec.name} saves {', '.join(names)} (ctx.save_for_backward; --save of the command)"
 
 
 @every_differentiable_op

@@ -214,7 +214,8 @@ def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bo
         Seen.names.clear()
         with counted() as seen:
             spec.function(*args, **sample.kwargs)
-        assert not seen and any(spec.name in name for name in Seen.names), f"argument {i}"
+        # With lists, the public function calls the operator for each place: the other one has plain tensors.
+        assert len(seen) == bool(spec.lists) and any(spec.name in name for name in Seen.names), f"argument {i}"
 
 
 @every_differentiable_op
@@ -327,7 +328,7 @@ def test_profilers_name_the_operator(spec: OpSpec, device: str) -> None:
             spec.function(*sample.args, **sample.kwargs)
         name = f"{calls.NAMESPACE}::{spec.name}"
         found.append([event.input_shapes for event in profiler.events() if event.name == name])
-    assert found[0] == found[1] and len(found[0]) == 1
+    assert found[0] == found[1] and len(found[0]) == (2 if spec.lists else 1)
 
 
 @every_differentiable_op

@@ -116,6 +116,9 @@ Tensor with_strides_of(const Tensor &x, const Tensor &like);
 // x itself if it is contiguous, else a contiguous copy.
 Tensor as_contiguous(const Tensor &x);
 
+// The same for x in a shape to which it broadcasts: a copy if x has another one.
+Tensor as_expanded(const Tensor &x, Sizes sizes);
+
 // A tensor as a matrix: stride 1 within a row, one stride from row to row, no overlap of rows.
 struct Rows {
   Tensor tensor;
