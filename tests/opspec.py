@@ -176,7 +176,8 @@ class OpSpec:
     name: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
-    # Samples whose first tensor has the given shape; yields nothing for a shape the op does not take.
+    # Samples whose first tensor has the given shape, or a similar one of the rank that the op takes; yields nothing for
+    # a shape the op does not take.
     sample_inputs: Callable[[Make, Sequence[int]], Iterator[Sample]]
     error_inputs: Callable[[str], Iterator[ErrorSample]]
     bench: Bench

@@ -5,8 +5,10 @@ import re
 import sys
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import pytest
+import torch
 
 import build_library
 from extension_cpp import __main__ as command
@@ -14,6 +16,7 @@ from extension_cpp.command import generate, generate_python, generate_shim, gene
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
+from tests.opspec import Sample
 from tests.test_scaffold import contents, lint, run, with_objects
 
 tree = test_scaffold.tree  # a fixture
@@ -72,7 +75,7 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> Tensor[]"], "expected a list as the first tensor, because the others have its length"),
         (["f(Tensor[] x) -> (Tensor[] y, Tensor z)"], "results that are all tensors or all lists of tensors"),
         (["f(Tensor(a!)[] x, Tensor(b!) y) -> ()"], "expected y to be a list, because each of the launches would"),
-        (["f(Tensor[] x) -> Tensor[]", "--grad", "x"], "torch.func.grad and vmap then raise, and jvp gives 0"),
+        (["f(Tensor[] x) -> Tensor[]", "--grad", "x"], "and jvp gives 0; make the operator of one tensor"),
         (["f(Tensor[] x) -> Tensor[]", "--role", "x=[n]"], "beside lists, but got [n] of x"),
         (["f(Tensor[] x) -> Tensor[]", "--shape", "out=[x[0]]"], "the shape of out to be a list of x, but got [x[0]]"),
         (["f(Tensor[] x) -> Tensor[]", "--work", "rows"], "expected --work flat with lists, but got rows"),
@@ -102,6 +105,10 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),
         (["f(Tensor x) -> Tensor", "--kind", "rows"], "expected --schema or --kind, but got both"),
         (["g(Tensor x) -> Tensor"], "expected the schema of f, but got one of g"),
+        (
+            ["f.out(Tensor x, *, Tensor(a!) out) -> ()"],
+            "f.out is an overload, which `new --schema` does not write: make f",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], sentence: str) -> None:
@@ -228,6 +235,19 @@ def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str]
     shim, header = generate_shim.shim(operator), generate.header(operator)
     for name, size in sizes.items():
         assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
+
+
+@pytest.mark.parametrize("rank", ["[n]", "[*, a, b]", "[a, b, c]", "[a, b, c, d, e]", "[3, *, 4]"])
+@pytest.mark.parametrize("shape", [(), (0, 33), (6, 33), (2, 6, 5, 33)])
+def test_samples_have_the_rank_of_the_first_tensor(rank: str, shape: tuple[int, ...]) -> None:
+    """Else tests of other shapes pass with no sample."""
+    text = generate_tests.spec(operator_of("f(Tensor x, SymInt k) -> Tensor", "--role", f"x={rank}"))
+    names: dict[str, Any] = {"Sample": Sample}
+    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
+    samples = [*names["sample_inputs"](torch.ones, shape)]
+    assert len(samples) == 2 and all(x.args[0].shape[-1:] == (shape[-1:] or (1,)) or "4" in rank for x in samples)
+    count = len(samples[0].args[0].shape)
+    assert count == rank.count(",") + 1 if "*" not in rank else count >= rank.count(",")
 
 
 def test_nothing_may_be_saved() -> None:

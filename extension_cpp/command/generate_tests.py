@@ -80,19 +80,20 @@ def _quoted(names: list[str]) -> str:
 
 
 def _sizes(first: Operand, used: set[str]) -> list[str]:
-    """Lines that take the first tensor's shape apart, and leave where it does not fit."""
+    """Lines that give a shape the first tensor's rank, and take it apart."""
     if not first.shape.startswith("["):
         return []
     words = words_of(first.shape)
     named = len(words) - ("*" in words)
-    test = f"len(shape) < {named}" if "*" in words else f"len(shape) != {named}"
+    last = "" if "*" in words else f"[-{named}:]"
+    ranked = f"shape = (*[1] * ({named} - len(shape)), *shape{last})"
     left = (
         ", ".join("_" if word.isdigit() else word if word in used else f"_{word}" for word in words)
         .replace("*", "*batch" if "*" in used else "*_batch")
         .replace("_*", "*")
     )
     unpacked = [f"{left}{',' if len(words) == 1 else ''} = shape"] if used & set(words) else []
-    return [f"if {test}:", "    return", *unpacked]
+    return [*([ranked] if named else []), *unpacked]
 
 
 def _words(operator: Operator) -> set[str]:
@@ -232,11 +233,8 @@ def _options(operator: Operator) -> list[Argument]:
 def _with_options(operator: Operator) -> str:
     """The function of the spec that makes a call with the options that a test chose."""
     names = ", ".join(f'"{each.name}"' for each in operator.schema.arguments)
-    pattern = operator.operands[operator.first].shape
-    fixed = pattern.startswith("[") and "*" not in pattern
-    shape = f"shape[-{len(pattern.split(', '))}:]" if fixed else "shape"
     text = "def with_options(make, shape, chosen):\n"
-    text += body([f"sample = next(sample_inputs(make, {shape}))  # with every optional tensor"])
+    text += body(["sample = next(sample_inputs(make, shape))  # with every optional tensor"])
     text += body([f"args = dict(zip(({names}), sample.args, strict=True))"])
     texts = []
     for each in _options(operator):

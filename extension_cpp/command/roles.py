@@ -206,7 +206,7 @@ def _check_roles_of_lists(operator: Operator) -> None:
     if operator.grads:
         raise CannotMake(
             "expected no --grad with lists: torch.library.register_autograd takes them, but torch.func.grad and vmap "
-            "then raise, and jvp gives 0"
+            "then raise, and jvp gives 0; make the operator of one tensor, and call it for each in the function"
         )
 
 
