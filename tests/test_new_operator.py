@@ -2,7 +2,10 @@
 
 import argparse
 import re
+import shlex
 import sys
+from difflib import unified_diff
+from itertools import chain
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -19,6 +22,7 @@ from tests.forked import python
 from tests.opspec import Sample
 from tests.test_scaffold import contents, lint, run, with_objects
 
+ROOT = Path(__file__).resolve().parent.parent
 tree = test_scaffold.tree  # a fixture
 SCHEMAS = [
     "f(Tensor x) -> Tensor",
@@ -312,6 +316,23 @@ def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[st
     errors = dict(zip(reports[1::2], reports[2::2], strict=True))
     missing = {name for name, text in errors.items() if WRITE in text}
     return errors.keys() - missing, missing
+
+
+@pytest.mark.slow
+def test_the_page_of_eight_ops_counts_what_is_written(tree: Path) -> None:
+    page = (ROOT / "docs" / "eight_ops.md").read_text()
+    commands = re.search(r"```sh\n((?:.|\n)+?)```", page)
+    assert commands is not None
+    found = {}
+    for words in map(shlex.split, commands[1].replace("\\\n", "").splitlines()):
+        before = contents(tree)
+        assert command.main(words[3:]) == 0
+        changed = ((before.get(path) or b"", text or b"") for path, text in contents(tree).items())
+        pairs = ((old.decode().splitlines(), new.decode().splitlines()) for old, new in changed if old != new)
+        diffs = (unified_diff(old, new, n=0, lineterm="") for old, new in pairs)
+        found[words[4]] = sum(line[0] == "+" and line[:3] != "+++" for line in chain.from_iterable(diffs))
+    assert found == {name: int(count) for name, count in re.findall(r"^\| `(\w+)` \| (\d+) ", page, re.M)}
+    assert f"| {sum(found.values()):,} |" in page
 
 
 @pytest.mark.slow
