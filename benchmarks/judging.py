@@ -48,8 +48,9 @@ class Judge:
         self.spec, self.sample, self.other, self.eager = spec, sample, other, eager or spec.reference
         self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
-        self.lines = sorted({0, self.count - 1, *inner[: LINES - 2].tolist()})
-        self.grads: list[tuple[Tensor, Tensor]] = []  # per output: the grad_out in use, and the one that replaces it
+        some = {0, self.count - 1, *inner[: LINES - 2].tolist()}
+        self.lines = sorted(some if spec.bench.by_lines else range(self.count))
+        self.grads: list[tuple[Tensor, Tensor]] = []  # for each output: now, and before the last call
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}
@@ -63,6 +64,7 @@ class Judge:
         """Returns a call that differentiates one kept forward. All contenders get the same grad_outs."""
         outputs = as_tuple(function(*self.sample.args, **self.sample.kwargs))
         self.outputs[name] = outputs
+        outputs = tuple(x for x in outputs if x.requires_grad)
         self.grads = self.grads or [(torch.randn_like(x), torch.randn_like(x)) for x in outputs]
         inputs, grads = leaves(self.sample), [grad for grad, _ in self.grads]
         return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
@@ -107,7 +109,10 @@ class Judge:
         got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
         lines, sums = {}, {}
         for number, (what, x) in enumerate(got.tensors()):
-            if self.is_sum(x):
+            if not x.is_floating_point():
+                if message := wrong(self.of_lines(x), number, self.expected().whole):
+                    return f"{what}: {message}"
+            elif self.is_sum(x):
                 sums[what] = gradients.error(x.detach(), list(self.sums(outputs).exact.tensors())[number][1])
             else:
                 lines[what] = self.error(self.of_lines(x), number)
@@ -118,7 +123,8 @@ class Judge:
         if name == "eager":
             beside |= dict.fromkeys(sums, Error(most, most))
         beside = {what: Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()}
-        floor = max(2 * torch.finfo(result[0].dtype).eps, 32 * torch.finfo(torch.float32).eps)  # 32: of exp
+        eps = max((torch.finfo(x.dtype).eps for x in result if x.is_floating_point()), default=0.0)
+        floor = max(2 * eps, 32 * torch.finfo(torch.float32).eps)  # 32: of an exponential
         return gradients.wrong(lines | sums, beside, floor, what="")
 
     def error(self, lines: Tensor, number: int) -> Error:
@@ -138,12 +144,17 @@ class Judge:
                 else:
                     with torch.no_grad():
                         found = rule.Result(as_tuple(self.eager(*sample.args, **sample.kwargs)), [])
-            tensors_of = [(number, what, x) for number, (what, x) in enumerate(found.tensors()) if not self.is_sum(x)]
-            self._stock = {what: self.error(x, number) for number, what, x in tensors_of}
+            self._stock = {
+                what: self.error(x, number)
+                for number, (what, x) in enumerate(found.tensors())
+                if x.is_floating_point() and not self.is_sum(x)
+            }
         return self._stock
 
     def is_sum(self, x: Tensor) -> bool:
         """Returns whether a result is a sum over lines: a mean loss, or the gradient of a weight."""
+        if not self.spec.bench.by_lines:
+            return False
         return x.dim() == 0 or (x.dim() == 1 and self.has_weights() and x.shape[0] == self.sample.args[0].shape[-1])
 
     def has_weights(self) -> bool:
@@ -151,7 +162,7 @@ class Judge:
 
     def of_lines(self, x: Tensor, lines: Sequence[int] | None = None) -> Tensor:
         """Returns the chosen lines of a tensor. A weight belongs to all lines, and is returned as a whole."""
-        if x.dim() == 0 or (x.dim() == 1 and x.is_floating_point() and self.is_sum(x)):
+        if not self.spec.bench.by_lines or x.dim() == 0 or (x.is_floating_point() and self.is_sum(x)):
             return x.detach()
         index = torch.tensor(self.lines if lines is None else lines, device=x.device)
         return x.detach().index_select(self.dim, index)
@@ -245,4 +256,6 @@ def wrong(got: Tensor, number: int, truth: rule.Truth) -> str | None:
     shape = tuple(list(truth.exact.tensors())[number][1].shape)
     if tuple(got.shape) != shape:
         return f"shape {tuple(got.shape)}, expected {shape}"
+    if not got.is_floating_point():
+        return rule.unequal(got, list(truth.exact.tensors())[number][1])
     return rule.wrong(got, number, truth)

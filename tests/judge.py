@@ -201,6 +201,33 @@ def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[
     return [Terms(change, C_OF_DRAWS) for change in changes]
 
 
+def with_saved_results(reference: Callable[..., Any], call: Call, exact: Result) -> list[Terms]:
+    """The terms of `perturbed`, and the changes of the exact gradients if what the reference's backward reads is
+    rounded to the call's dtype, and if it moves by as much, up or down. Arguments have this dtype."""
+    generator = torch.Generator().manual_seed(0)
+    arguments = {x.untyped_storage().data_ptr() for x in call.sample.args if isinstance(x, Tensor)}
+
+    def moved(x: Tensor) -> Tensor:
+        sign = torch.randint(2, x.shape, generator=generator, device="cpu").to(x) * 2 - 1
+        return x + call.rounding(x) * sign
+
+    def changes(move: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        def unpack(x: Tensor) -> Tensor:
+            is_read = x.is_floating_point() and x.untyped_storage().data_ptr() not in arguments
+            return move(x) if is_read else x
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            again = run_with(reference, call.sample, call.grads)
+        pairs = zip(again.tensors(), exact.tensors(), strict=True)
+        return [(x - y).abs().double().nan_to_num(math.inf, math.inf) for (_, x), (_, y) in pairs]
+
+    rounded = changes(lambda x: x.to(call.dtype).to(x))
+    draws = zip(*(changes(moved) for _ in range(2 * DRAWS)), strict=True)  # signs of two terms agree in one of them
+    most = (functools.reduce(torch.maximum, each) for each in draws)
+    terms = zip(perturbed(reference, call, exact), rounded, most, strict=True)
+    return [replace(each, saved=x + y) for each, x, y in terms]
+
+
 def dtype_of(sample: Sample) -> torch.dtype:
     """Returns the dtype of the first floating-point argument."""
     tensors = (x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor))
@@ -219,7 +246,8 @@ def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -
     exact = run(reference, double, kept)
     call = Call(double, exact.outputs, grads, dtype_of(sample))
     if spec.terms is None:
-        return Expected(spec, call, Truth(exact, lambda: perturbed(reference, call, exact)))
+        terms = with_saved_results if spec.saves_results else perturbed
+        return Expected(spec, call, Truth(exact, functools.partial(terms, reference, call, exact)))
     return Expected(spec, call, Truth(exact, functools.partial(terms_of, spec, call)))
 
 

@@ -151,6 +151,9 @@ class Bench:
     forward: float  # elements moved per element of the shape, at least
     backward: float  # 0: backward moves nothing
     flat: bool = False  # the time does not depend on the width, so that one shape is enough
+    # Whether each line of the results depends on the same line of the first tensor alone. If not, the judge compares
+    # whole results.
+    by_lines: bool = True
     # PyTorch's own implementation, where it differs from the reference.
     stock: Callable[..., Any] | None = None
     # Arithmetic operations per element of the shape, forward and backward, for the roofline. exp, log, division and
@@ -176,7 +179,8 @@ class OpSpec:
     name: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
-    # Yields samples whose first tensor has the given shape, or nothing for a shape that the op does not take.
+    # Yields samples whose first tensor has the given shape, or a similar one of a rank that the op takes. It yields
+    # nothing for a shape that the op does not take.
     sample_inputs: Callable[[Make, Sequence[int]], Iterator[Sample]]
     error_inputs: Callable[[str], Iterator[ErrorSample]]
     bench: Bench
@@ -208,6 +212,8 @@ class OpSpec:
     # terms(call) returns the terms of each output and, by argument index, those of each gradient. If None, random
     # changes of the inputs estimate them (tests/judge.py), which runs the reference eight times.
     terms: Callable[[Call], tuple[list[Terms], dict[int, Terms]]] | None = None
+    # Says, for a spec without `terms`, that backward reads rounded results of the op.
+    saves_results: bool = False
     # from_saved(call): float64 outputs and gradients if backward reads call.outputs, the op's rounded results.
     from_saved: Callable[[Call], tuple[tuple[Tensor, ...], list[Tensor]]] | None = None
     # How many of the wrong results planted by test_judge.py are too small to see. The spec says why.

@@ -47,12 +47,16 @@ def test_every_op_is_judged(spec, device) -> None:
         # PyTorch's bfloat16 gradient of logcumsumexp on a GPU has errors of up to 40 % of the row's largest element.
         is_wrong = (spec.name, device, backward) == ("logcumsumexp", "cuda", True)
         assert list(judge.wrong) == ["eager"] * is_wrong + list(results)
-        nearly = right[0].detach().clone()  # one element of the last line has an error of four roundings
+        place = next((i for i, x in enumerate(right) if x.is_floating_point()), None)
+        nearly = right[place or 0].detach().clone()  # one element of the last line has an error of four roundings
         last = nearly if judge.is_sum(nearly) else nearly.select(judge.dim, -1)
-        factors = torch.ones_like(last.flatten())
+        factors = torch.ones_like(last.flatten(), dtype=torch.float64)
         factors[last.flatten().abs().argmax()] += 4 * torch.finfo(torch.bfloat16).eps
-        last.mul_(factors.view(last.shape))
-        for result in (*results.values(), (nearly, *right[1:])):
+        last.copy_(last * factors.view(last.shape))
+        # Integers alone are exact, and gradients from rounded results may be as far off.
+        is_seen = place is not None and not (backward and spec.saves_results)
+        off = [(*right[:place], nearly, *right[place + 1 :])] if is_seen else []
+        for result in (*results.values(), *off):
             judge.wrong.clear()
             judge.judge("ours", result)
             assert judge.wrong

@@ -1,20 +1,28 @@
 """Tests `new --schema`: which schemas it reads or refuses, and that its files compile and pass."""
 
+import argparse
 import re
+import shlex
 import sys
+from difflib import unified_diff
+from itertools import chain
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import pytest
+import torch
 
 import build_library
 from extension_cpp import __main__ as command
-from extension_cpp.command import generate, roles, schema
+from extension_cpp.command import generate, generate_python, generate_shim, generate_tests, new, roles, schema
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
+from tests.opspec import Sample
 from tests.test_scaffold import contents, lint, run, with_objects
 
+ROOT = Path(__file__).resolve().parent.parent
 tree = test_scaffold.tree  # imports the fixture
 SCHEMAS = [
     "f(Tensor x) -> Tensor",
@@ -101,6 +109,10 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),
         (["f(Tensor x) -> Tensor", "--kind", "rows"], "expected --schema or --kind, but got both"),
         (["g(Tensor x) -> Tensor"], "expected the schema of f, but got one of g"),
+        (
+            ["f.out(Tensor x, *, Tensor(a!) out) -> ()"],
+            "f.out is an overload, which `new --schema` does not write: make f",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], sentence: str) -> None:
@@ -167,6 +179,92 @@ FORMULAS = {
 }
 
 
+# The arithmetic of forward and backward on the CPU: a mask that broadcasts, an index, and results of other dtypes.
+KERNELS = {
+    "planted_scale": [
+        "out[i] = NARROW(WIDEN(x[i]) * (args->has_scale ? (ACC)args->scale : 1) * (mask == NULL || mask[i]));",
+        "grad_x[i] = NARROW(WIDEN(grad_out[i]) * (args->has_scale ? (ACC)args->scale : 1) * (!mask || mask[i]));",
+    ],
+    "planted_sum": [
+        "for (int64_t col = 0; col < args->cols; ++col) {\n  double sum = 0;\n"
+        "  for (int64_t row = 0; row < args->rows; ++row)\n"
+        "    if (index[row] == i) sum += WIDEN(x[row * args->cols + col]);\n"
+        "  out[i * args->cols + col] = NARROW((ACC)sum);\n}",
+        "grad_x[i] = grad_out[index[i / args->cols] * args->cols + i % args->cols];",
+    ],
+    "planted_round": [
+        "double sum = 0;\nfor (int64_t j = i * args->n; j < (i + 1) * args->n; ++j) {\n"
+        "  const ACC value = WIDEN(x[j]);\n  q[j] = (int8_t)((value > 0) - (value < 0));\n  sum += fabs(value);\n}\n"
+        "scale[i] = (float)sum;",
+    ],
+}
+
+
+def operator_of(*words: str) -> roles.Operator:
+    parser = argparse.ArgumentParser()
+    new.add_schema(parser)
+    operator = new.described(parser.parse_args(["--schema", *words], argparse.Namespace(kind=None)), None)
+    assert operator is not None
+    return operator
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_entries_say_what_nested_tensors_and_dtensors_get(name: str) -> None:
+    """As tests/battery/test_registration.py asks of each entry of a public op."""
+    entry = generate_python.entry(operator_of(*PLANTED[name])).split("register(")[1]
+    assert "nested=" in entry and "sharding=" in entry and "fake=" in entry and "backward=" in entry
+
+
+def test_kernels_get_a_mask_in_the_shape_to_which_it_broadcasts() -> None:
+    shim = generate_shim.shim(operator_of(*PLANTED["planted_scale"]))
+    assert "as_expanded(*mask, x.sizes())" in shim and "as_expanded(*mask, grad_out.sizes())" in shim
+    shim = generate_shim.shim(operator_of("f(Tensor x, Tensor mask, SymInt k) -> Tensor", "--shape", "out=[k]"))
+    assert "as_expanded(mask, x.sizes())" in shim
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (PLANTED["planted_topk"], {"experts": "size_of(logits_sizes, -1)"}),
+        (PLANTED["planted_sum"], {"rows": 'match.size("rows")', "cols": "size_of(x_sizes, 1)"}),
+        (
+            ["f(Tensor x) -> Tensor", "--role", "x=[4, rows, *]", "--grad", "x", "--save", ""],
+            {"rows": "size_of(x_sizes, 1)"},
+        ),
+    ],
+)
+def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str], sizes: dict[str, str]) -> None:
+    operator = operator_of(*words)
+    assert generate.launches(operator)[1].sizes == sizes
+    shim, header = generate_shim.shim(operator), generate.header(operator)
+    for name, size in sizes.items():
+        assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
+
+
+@pytest.mark.parametrize("rank", ["[n]", "[*, a, b]", "[a, b, c]", "[a, b, c, d, e]", "[3, *, 4]"])
+@pytest.mark.parametrize("shape", [(), (0, 33), (6, 33), (2, 6, 5, 33)])
+def test_samples_have_the_rank_of_the_first_tensor(rank: str, shape: tuple[int, ...]) -> None:
+    """Else tests of other shapes pass with no sample."""
+    text = generate_tests.spec(operator_of("f(Tensor x, SymInt k) -> Tensor", "--role", f"x={rank}"))
+    names: dict[str, Any] = {"Sample": Sample}
+    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
+    samples = [*names["sample_inputs"](torch.ones, shape)]
+    assert len(samples) == 2 and all(x.args[0].shape[-1:] == (shape[-1:] or (1,)) or "4" in rank for x in samples)
+    count = len(samples[0].args[0].shape)
+    assert count == rank.count(",") + 1 if "*" not in rank else count >= rank.count(",")
+
+
+def test_nothing_may_be_saved() -> None:
+    operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
+    assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
+
+
+def test_specs_say_that_results_are_saved_and_whether_lines_decide_lines() -> None:
+    saving = {name for name, words in PLANTED.items() if "saves_results" in generate_tests.spec(operator_of(*words))}
+    whole = {name for name, words in PLANTED.items() if "by_lines=False" in generate_tests.spec(operator_of(*words))}
+    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"}
+
+
 def plant(names: list[str]) -> None:
     for name in names:
         assert command.main(["new", name, "--schema", *PLANTED[name]]) == 0
@@ -221,11 +319,28 @@ def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[st
 
 
 @pytest.mark.slow
+def test_the_page_of_eight_ops_counts_what_is_written(tree: Path) -> None:
+    page = (ROOT / "docs" / "eight_ops.md").read_text()
+    commands = re.search(r"```sh\n((?:.|\n)+?)```", page)
+    assert commands is not None
+    found = {}
+    for words in map(shlex.split, commands[1].replace("\\\n", "").splitlines()):
+        before = contents(tree)
+        assert command.main(words[3:]) == 0
+        changed = ((before.get(path) or b"", text or b"") for path, text in contents(tree).items())
+        pairs = ((old.decode().splitlines(), new.decode().splitlines()) for old, new in changed if old != new)
+        diffs = (unified_diff(old, new, n=0, lineterm="") for old, new in pairs)
+        found[words[4]] = sum(line[0] == "+" and line[:3] != "+++" for line in chain.from_iterable(diffs))
+    assert found == {name: int(count) for name, count in re.findall(r"^\| `(\w+)` \| (\d+) ", page, re.M)}
+    assert f"| {sum(found.values()):,} |" in page
+
+
+@pytest.mark.slow
 def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     environment = with_objects(tree)
     plant([*PLANTED])
     run(sys.executable, "build_library.py", cwd=tree, env=environment)
-    others, missing = battery(tree, [*PLANTED], "tests/battery")
+    others, missing = battery(tree, [*PLANTED], "tests")
     assert not others and missing
     reference = tree / "extension_cpp" / "reference.py"
     text = reference.read_text()
@@ -234,6 +349,13 @@ def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     reference.write_text(text)
     others, missing = battery(tree, [*PLANTED], "tests/battery")  # each failure names the kernels that lack a formula
     assert not others and missing
+    for name, formulas in KERNELS.items():
+        kernel = tree / "extension_cpp" / "csrc" / name / f"{name}_cpu_kernel.h"
+        left = iter(formulas)
+        loops = rf"  /\* {re.escape(generate.MARK)} \*/\n.*?(?=^}})"
+        kernel.write_text(re.sub(loops, lambda _, left=left: next(left) + "\n", kernel.read_text(), flags=re.S | re.M))
+    run(sys.executable, "build_library.py", cwd=tree, env=environment)
+    assert battery(tree, [*KERNELS], "tests") == (set(), set())
 
 
 def test_a_zero_of_an_unwritten_kernel_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,11 @@ MARK = "WRITE THE FORMULA HERE: so far these are zeros."
 NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}
 
 
+def _names_of(operand: Operand) -> dict[str, None]:
+    """The names in its shape, in their order."""
+    return dict.fromkeys(word for word in words_of(operand.shape) if word != "*" and not word.isdigit())
+
+
 @dataclass
 class Launch:
     """One kernel: what it reads and writes."""
@@ -32,11 +37,16 @@ class Launch:
         return self.operator.schema.numbers
 
     @property
-    def sizes(self) -> list[str]:
-        """The names in the shapes of its tensors, for which the match has a size."""
+    def sizes(self) -> dict[str, str]:
+        """The names in the shapes of its tensors, and of the gradients, each with its size in the shim."""
         checked = self.operator.operands.values() if self.direction == "forward" else self.inputs
-        words = (word for each in checked if not each.is_optional for word in words_of(each.shape))
-        return [*dict.fromkeys(word for word in words if word != "*" and not word.isdigit())]
+        found = {word: f'match.size("{word}")' for each in checked if not each.is_optional for word in _names_of(each)}
+        for each in [self.operator.operands[name] for name in self.operator.sizes_of]:
+            words = words_of(each.shape)
+            for place, word in enumerate(words if self.direction == "backward" and not each.is_optional else []):
+                dim = place - len(words) if "*" in words[:place] else place
+                found |= {word: f"size_of({each.name}_sizes, {dim})"} if word in _names_of(each) - found.keys() else {}
+        return found
 
     @property
     def tensors(self) -> list[Operand]:
@@ -141,7 +151,9 @@ def header(operator: Operator) -> str:
             kind = "floating" if each.dtype == "same" else each.dtype
             notes = [kind, "contiguous", *(["NULL if it is None"] if each.is_optional else [])]
             notes += ["one tensor of the list"] if each.is_list else []
-            text += f" *   {each.name:<12} {each.shape or 'any shape'}: {', '.join(notes)}\n"
+            notes += ["expanded to that shape"] if each.shape.startswith("broadcasts to") else []
+            shape = each.shape or ("any shape" if each.name in operator.names else f"like {each.name[len('grad_') :]}")
+            text += f" *   {each.name:<12} {shape}: {', '.join(notes)}\n"
     if operator.has_unknown_size:
         text += " * There are two launches. The first writes the unknown size to *count, where no result is allocated\n"
         text += " * yet. In the second, count is NULL.\n"

@@ -265,7 +265,8 @@ def entry(operator: Operator) -> str:
     module = f"{name}_functions"
     text = f'# ---- {name} ----\n\nregister(\n    "{name}",\n    fake={module}.{name}_fake,\n'
     if not operator.grads:
-        return text + f"    backward={'WRITES' if operator.written else 'NOT_DIFFERENTIABLE'},\n    sharding=NONE,\n)\n"
+        mark = "WRITES" if operator.written else "NOT_DIFFERENTIABLE"
+        return text + f"    backward={mark},\n    nested=NONE,\n    sharding=NONE,\n)\n"
     text += f"    setup_context={module}.{name}_setup_context,\n    backward={module}.{name}_backward,\n"
     text += f"    plain={module}.{name}_plain,\n"
     text += f'    nested=NONE,\n    sharding=NONE,\n)\nregister(\n    "{name}_backward",\n'

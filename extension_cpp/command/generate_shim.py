@@ -110,18 +110,31 @@ def _arguments(launch: Launch, items: str) -> str:
     for each in launch.inputs:  # a local: a copy must live until the launch
         if each.is_optional:
             text += f"  const std::optional<Tensor> {each.name}_dense =\n      {each.name} ? "
-            text += f"std::optional<Tensor>(as_contiguous(*{each.name})) : std::nullopt;\n"
+            text += f"std::optional<Tensor>({_dense(each, launch)}) : std::nullopt;\n"
         else:
-            text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
+            text += f"  const Tensor {each.name}_dense = {_dense(each, launch)};\n"
     for each in (each for each in launch.outputs if each.is_written):
         text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
     text += f"  {launch.name}_args args{{}};\n"
     text += "".join(_pointer(each, True) for each in launch.inputs)
-    text += lines(f'args.{name} = match.size("{name}");' for name in launch.sizes)
+    text += lines(f"args.{name} = {size};" for name, size in launch.sizes.items())
     for number in launch.numbers:
         text += f"  args.{number.name} = {number.name}{'.value_or(0)' if number.is_optional else ''};\n"
         text += f"  args.has_{number.name} = {number.name}.has_value();\n" if number.is_optional else ""
     return text + f"  args.items = {items};\n  args.dtype = dtype;\n"
+
+
+def _dense(tensor: Operand, launch: Launch) -> str:
+    """An input as the kernel reads it: contiguous and, if it broadcasts to another tensor, of that one's shape."""
+    given = f"*{tensor.name}" if tensor.is_optional else tensor.name
+    shape = tensor.shape or launch.operator.operands.get(tensor.name, tensor).shape  # backward may not check it
+    relation, _, of = shape.rpartition(" ")
+    sizes = {each.name: f"{each.name}.sizes()" for each in launch.tensors if not each.is_optional}
+    if launch.direction == "backward":
+        sizes |= {each: f"{each}_sizes" for each in launch.operator.sizes_of}
+    if relation == "broadcasts to" and of in sizes:
+        return f"as_expanded({given}, {sizes[of]})"
+    return f"as_contiguous({given})"
 
 
 def _items(operator: Operator, launch: Launch) -> str:

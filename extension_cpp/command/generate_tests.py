@@ -25,7 +25,8 @@ def spec(operator: Operator) -> str:
     text += f"    reference=extension_cpp.reference.{name},\n    sample_inputs=sample_inputs,\n"
     text += "    error_inputs=error_inputs,\n"
     text += "    bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward="
-    text += f"{3 if operator.grads else 0}),\n    keeps_strides=False,\n"
+    lines = "" if _is_by_lines(operator) else ", by_lines=False"
+    text += f"{3 if operator.grads else 0}{lines}),\n    keeps_strides=False,\n"
     launches = 2 if operator.schema.has_lists or operator.has_unknown_size else 1
     text += f"    launches=({launches}, {int(bool(operator.grads))}),\n"
     text += _ranks(first) + "    second_order=False,\n"
@@ -34,6 +35,8 @@ def spec(operator: Operator) -> str:
         text += f"    options=Options({{{', '.join(values)}}}, with_options),\n"
     if not operator.grads:
         text += "    differentiable=False,\n"
+    elif any(each.name in operator.saved for each in operator.differentiable_results):
+        text += "    saves_results=True,\n"
     lists = [each.name for each in operator.operands.values() if each.is_list]
     text += f"    lists={_quoted(lists)},\n" if lists else ""
     text += "    unknown_sizes=True,\n" if operator.has_unknown_size else ""
@@ -45,6 +48,19 @@ def spec(operator: Operator) -> str:
     if set(dtypes) - {"None"}:
         text += f"    result_dtypes=({', '.join(dtypes)}{',' if len(dtypes) == 1 else ''}),\n"
     return text + ")\n"
+
+
+def _is_by_lines(operator: Operator) -> bool:
+    """Whether a line of the first tensor decides a line of each result, as far as shapes tell."""
+    first, *others = operator.operands.values()
+    words = words_of(first.shape)
+    fits = (f"like {first.name}", f"broadcasts to {first.name}", f"[{words[-1]}]" if words else "")
+    starts = f"[*{first.name}[:", f"[*{first.name},"
+    results = (
+        each.shape in (first.name, *operator.results) or each.shape.startswith(starts)
+        for each in operator.results.values()
+    )
+    return all(each.shape in fits and not each.below for each in others) and all(results)
 
 
 def _other(number: Argument, operator: Operator) -> str:
@@ -64,19 +80,20 @@ def _quoted(names: list[str]) -> str:
 
 
 def _sizes(first: Operand, used: set[str]) -> list[str]:
-    """Lines that take the first tensor's shape apart, and leave where it does not fit."""
+    """Lines that give a shape the first tensor's rank, and take it apart."""
     if not first.shape.startswith("["):
         return []
     words = words_of(first.shape)
     named = len(words) - ("*" in words)
-    test = f"len(shape) < {named}" if "*" in words else f"len(shape) != {named}"
+    last = "" if "*" in words else f"[-{named}:]"
+    ranked = f"shape = (*[1] * ({named} - len(shape)), *shape{last})"
     left = (
         ", ".join("_" if word.isdigit() else word if word in used else f"_{word}" for word in words)
         .replace("*", "*batch" if "*" in used else "*_batch")
         .replace("_*", "*")
     )
     unpacked = [f"{left}{',' if len(words) == 1 else ''} = shape"] if used & set(words) else []
-    return [f"if {test}:", "    return", *unpacked]
+    return [*([ranked] if named else []), *unpacked]
 
 
 def _ranks(first: Operand) -> str:
@@ -223,11 +240,8 @@ def _options(operator: Operator) -> list[Argument]:
 def _with_options(operator: Operator) -> str:
     """The function of the spec that makes a call with the options that a test chose."""
     names = ", ".join(f'"{each.name}"' for each in operator.schema.arguments)
-    pattern = operator.operands[operator.first].shape
-    fixed = pattern.startswith("[") and "*" not in pattern
-    shape = f"shape[-{len(pattern.split(', '))}:]" if fixed else "shape"
     text = "def with_options(make, shape, chosen):\n"
-    text += body([f"sample = next(sample_inputs(make, {shape}))  # with every optional tensor"])
+    text += body(["sample = next(sample_inputs(make, shape))  # with every optional tensor"])
     text += body([f"args = dict(zip(({names}), sample.args, strict=True))"])
     texts = []
     for each in _options(operator):

@@ -80,11 +80,13 @@ def add_schema(command: argparse.ArgumentParser) -> None:
         ("--role", "NAME=ROLE", 'of arguments: "[*, n]", like:x, mask:x, index:SIZE or any'),
     ):
         group.add_argument(option, nargs="+", default=[], metavar=form, help=text)
-    group.add_argument(
-        "--grad", type=lambda text: text.split(","), metavar="NAMES", help="the differentiable arguments"
-    )
-    group.add_argument("--save", type=lambda text: text.split(","), metavar="NAMES", help="what backward reads")
+    group.add_argument("--grad", type=_names, metavar="NAMES", help="the differentiable arguments")
+    group.add_argument("--save", type=_names, metavar="NAMES", help='what backward reads; "" is nothing')
     group.add_argument("--work", help="the work items: flat (default), rows or items=SHAPE")
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def described(options: argparse.Namespace, name: str | None) -> Operator | None:

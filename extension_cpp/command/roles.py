@@ -55,6 +55,11 @@ class Operator:
         return self.schema.name
 
     @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return [*self.operands, *self.results]
+
+    @property
     def has_unknown_size(self) -> bool:
         return any("?" in each.shape for each in self.results.values())
 

@@ -119,6 +119,11 @@ def parse(text: str) -> Schema:
     """Raises CannotMake, which names the column, for what is no schema, or one that `new` makes nothing of."""
     reader = _Reader(text)
     name = reader.name("the operator's name")
+    if reader.accept("."):
+        raise CannotMake(
+            f"{name}.{reader.peek()} is an overload, which `new --schema` does not write: make {name}, and add the "
+            "overload's DEF, impl and register by hand"
+        )
     reader.expect("(")
     arguments: list[Argument] = []
     keyword_only = False

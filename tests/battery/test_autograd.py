@@ -215,7 +215,8 @@ def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device:
         (ours, _), (needed, intermediate) = _kept(spec.function, sample), _kept(spec.reference, sample)
         # scale_bias_relu must save x and bias: a result that rounds to 0 does not show the sign of x + bias.
         extra = ours - needed if spec.name != "scale_bias_relu" else set()
-        assert not [i for i in extra if sample.args[i].numel() > intermediate]
+        names = [spec.names[i] for i in extra if sample.args[i].numel() > intermediate]
+        assert not names, f"{spec.name} saves {', '.join(names)} (ctx.save_for_backward; --save of the command)"
 
 
 @every_differentiable_op

@@ -74,7 +74,7 @@ std::vector<int64_t> sizes_of(Sizes sizes, int64_t begin, int64_t end) {
 }
 
 int64_t size_of(Sizes sizes, int64_t dim) {
-  return sizes[dim < 0 ? dim + static_cast<int64_t>(sizes.size()) : dim];
+  return sizes.at(dim < 0 ? dim + static_cast<int64_t>(sizes.size()) : dim);
 }
 
 std::vector<int64_t> joined(const std::vector<std::vector<int64_t>> &parts) {

@@ -298,6 +298,12 @@ Tensor as_contiguous(const Tensor &x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
+Tensor as_expanded(const Tensor &x, Sizes sizes) {
+  const auto has_shape = x.dim() == static_cast<int64_t>(sizes.size()) &&
+                         std::equal(sizes.begin(), sizes.end(), x.sizes().begin());
+  return has_shape ? as_contiguous(x) : copy_into(allocate(sizes, x.scalar_type(), x), x);
+}
+
 // Returns the stride between rows, or -1 if x's strides do not describe rows without overlap.
 static int64_t row_stride(const Tensor &x, int64_t row_dims) {
   int64_t cols = 1, d = x.dim() - 1;
