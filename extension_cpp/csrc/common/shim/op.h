@@ -118,8 +118,8 @@ Tensor with_strides_of(const Tensor &x, const Tensor &like);
 // Returns x itself if it is contiguous, and a contiguous copy otherwise.
 Tensor as_contiguous(const Tensor &x);
 
-// Returns x in a shape to which it broadcasts: x itself if it is contiguous and has the shape, and a
-// contiguous copy otherwise.
+// Returns x in a shape to which it broadcasts. That is x itself if it is contiguous and has this
+// shape, and a contiguous copy otherwise.
 Tensor as_expanded(const Tensor &x, Sizes sizes);
 
 // A tensor viewed as a matrix. The stride within a row is 1, the stride between rows is `stride`,
