@@ -73,7 +73,7 @@ class Match {
   };
   struct List {
     const char *name;
-    size_t length;
+    size_t length, first;  // place of its first tensor in given_
   };
   // The sizes of dimensions [begin, end) of a tensor.
   struct Bound {
