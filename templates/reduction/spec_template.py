@@ -1,7 +1,7 @@
 import torch
 
 import extension_cpp
-from tests.opspec import COMPUTED, Bench, ErrorSample, OpSpec, Options, Sample
+from tests.opspec import COMPUTED, Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 
 def sample_inputs(make, shape):
@@ -28,6 +28,22 @@ def error_inputs(device):
         yield ErrorSample((x.cpu(), weight), f"{op} weight on cpu like x, but got {x.device}")
 
 
+def terms(call):
+    """Of a row 32 lanes are added, each in order. rstd, of which y is a multiple, has half of their sum's roundings.
+    Where squares overflow, nothing is promised. Products below the smallest normal number lose a part of it."""
+    x, weight, *others = call.sample.args
+    weight = x.new_ones(x.shape[-1]) if weight is None else weight
+    squares = x.square()
+    rstd = (squares.mean(-1, keepdim=True) + (others[0] if others else 1e-6)).rsqrt()
+    over = torch.where(squares.sum(-1, keepdim=True) > torch.finfo(call.computed).max, torch.inf, 0.0)
+    xhat, grad, lost = (x * rstd).abs(), call.grads[0].abs(), 4 * call.least * call.eps
+    g = grad * weight.abs()
+    outputs = [Terms(xhat * weight.abs() + over, 8, rounded=lost), Terms(rstd + over, 8)][: len(call.outputs)]
+    grad_x = rstd * (g + xhat * (g * xhat).mean(-1, keepdim=True)) + over
+    grad_weight = (grad * xhat + over).reshape(-1, x.shape[-1]).sum(0)
+    return outputs, {0: Terms(grad_x, 8, rounded=lost * rstd), 1: Terms(grad_weight, 8, rounded=lost)}
+
+
 SPEC = OpSpec(
     name="kernel_template",
     function=extension_cpp.kernel_template,
@@ -39,6 +55,7 @@ SPEC = OpSpec(
     launches=(1, 2),
     least_rank=1,
     second_order=False,
+    terms=terms,
     result_dtypes=(None, COMPUTED),
     options=Options({"weight": (None,), "eps": (0.5,), "return_rstd": (True,)}, with_options),
 )

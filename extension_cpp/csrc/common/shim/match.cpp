@@ -125,20 +125,22 @@ void Match::operator()(const char *name, const std::vector<Tensor> &list, Dtypes
                        const char *shape) {
   const bool is_first = given_.empty();
   const std::string relation = shape;
-  const List *like = nullptr;
+  std::optional<List> like;
   for (const List &other : lists_) {
-    if (relation == std::string("like ") + other.name) like = &other;
+    if (relation == std::string("like ") + other.name) like = other;
   }
   if (like && like->length != list.size()) {
     fail(op_, std::string("expected ") + name + " to have as many tensors as " + like->name + ", " +
                   std::to_string(like->length) + ", but got " + std::to_string(list.size()));
   }
-  lists_.push_back({name, list.size()});
+  lists_.push_back({name, list.size(), given_.size()});
   for (size_t i = 0; i < list.size(); ++i) {
-    const std::string place = "[" + std::to_string(i) + "]";
-    names_.push_back(name + place);
-    (*this)(names_.back().c_str(), list[i], is_first && i > 0 ? SAME : dtypes,
-            like ? (relation + place).c_str() : shape);
+    names_.push_back(name + ("[" + std::to_string(i) + "]"));
+    const char *each = names_.back().c_str();
+    (*this)(each, list[i], is_first && i > 0 ? SAME : dtypes, like ? "" : shape);
+    if (!like) continue;
+    const Given &other = given_[like->first + i];
+    check_shape(op_, each, list[i], other.name, *other.tensor);
   }
 }
 

@@ -77,7 +77,7 @@ class Match {
   };
   struct List {
     const char *name;
-    size_t length;
+    size_t length, first;  // place of its first tensor in given_
   };
   // A name, or *, and the dimensions [begin, end) of the tensor where it first occurred.
   struct Bound {
