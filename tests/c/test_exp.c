@@ -1,5 +1,5 @@
-/* Compares exp_scaled_float over its callers' arguments, and softmax's functions, with libm in
- * double. */
+/* Compares exp_scaled_float, over the arguments that kernels pass to it, and softmax's functions
+ * with libm in double. */
 #include "check.h"
 #include "common/cpu/level.h"
 #include "probe.h"
@@ -40,7 +40,7 @@ typedef struct {
   uint64_t hash;
 } math_sweep;
 
-/* exp is tested up to 80, which is more than softmax and the rounding of an lse need. */
+/* exp is tested up to 80, which is more than softmax and the gradient of a rounded lse need. */
 static void visit_math(const float *sweep, void *context) {
   math_sweep *all = context;
   const int is_tanh = all->function == TANH_FLOAT, is_power = all->function >= EXP2_DEGREE_5;

@@ -65,7 +65,7 @@ def terms(call):
     shape = call.outputs[0].shape
 
     def through(matrix):
-        """Returns the gradients of x and linear_weight for these gradients of the logits."""
+        """Returns the gradients of x and linear_weight if `matrix` is the gradient of the logits."""
         return (matrix @ weight.abs()).view(x.shape), matrix.t() @ rows.abs()
 
     sizes = *through(of_logits), of_logits.sum(0)
