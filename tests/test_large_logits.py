@@ -22,8 +22,8 @@ def maxima(dtype: torch.dtype) -> list[float]:
 
 
 def rows_of(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Returns logits and targets, some of which are smaller logits. In one row all logits equal a maximum, in the next
-    row every third logit does. The last row is random. Smaller logits below finfo.min become -inf."""
+    """Returns logits and targets. For each maximum, there is a row whose logits all equal it, and a row in which every
+    third logit does. The last row is random. Smaller logits below finfo.min are -inf, and some are targets."""
     is_largest = torch.arange(CLASSES) % EVERY == 0
     rows = []
     for most in maxima(dtype):
@@ -41,7 +41,7 @@ def arranged(x: Tensor, inner: int) -> Tensor:
 
 
 def assert_near(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Checks that a gradient is near the exact one, whose error is that of the probability p = exp(z - lse) and a
+    """Checks that a gradient is near the exact one, up to the errors of the probability p = exp(z - lse) and of
     rounding to `dtype`. For p above 2^-22, rounding z - lse adds 8 eps, multiplying it by log2(e) adds 8 eps, and the
     logarithm of the sum in lse adds 4 eps. `size` is the largest gradient."""
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -92,7 +92,8 @@ def test_token_log_probs(dtype: torch.dtype, temperature: float, device: str) ->
 @pytest.mark.parametrize("rows", [4, 130])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_cross_entropy(dtype: torch.dtype, rows: int, reduction: str, device: str) -> None:
-    """With x = 0 the logits are the bias. With "none" backward recomputes them, and 130 rows have padded classes."""
+    """Loss and gradients are right if x is 0, so that the bias gives the logits. With reduction="none" backward
+    computes the logits again. With 130 rows the classes are padded."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(CLASSES, 4, generator=generator).to(dtype).to(device)
     x, target = torch.zeros(rows, 4, dtype=dtype, device=device), torch.arange(rows, device=device) % CLASSES

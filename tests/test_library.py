@@ -210,7 +210,8 @@ print(sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def test_a_schema_that_does_not_fit_its_function_is_named(tmp_path: Path) -> None:
-    """A schema that does not fit its C++ function is reported with what is wrong. Others are still defined."""
+    """A schema that does not fit its C++ function is reported, with the wrong argument, result or number of them.
+    Schemas that fit are still defined."""
     source, made = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
     source.write_text(WRONG)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-w", "-O0", "-fPIC", "-shared"]

@@ -290,7 +290,8 @@ def test_probabilities_are_at_most_one(device: str) -> None:
             assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # with one class: 0 up to rounding
 
 
-# Widths whose rows a GPU processes by a group of threads, a CTA or a cluster. The last three are no whole vectors.
+# On a GPU, rows of these widths are processed by a group of threads, a CTA or a cluster. The last three widths are no
+# multiples of a vector's length.
 WIDTHS = (16, 100, 1000, 4096, 16384, 20000, 40000, 128256, 33, 1001, 50257)
 
 

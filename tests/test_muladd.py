@@ -52,7 +52,7 @@ def test_out_may_be_an_input(device: str) -> None:
 
 
 def test_out_may_interleave_with_an_input(device: str) -> None:
-    """Even and odd columns of one buffer overlap in address range but share no element."""
+    """out may be the odd columns of a buffer whose even columns are an input: they share no element."""
     a, b, expected = inputs((33, 65), device)
     buffer = torch.zeros(33, 130, device=device)
     buffer[:, ::2] = a

@@ -33,7 +33,7 @@ def offsets(device: str) -> Tensor:
 @every_op
 @pytest.mark.parametrize("shape", [(8, 6), (8, 4, 6)], ids=str)
 def test_nested_is_on_values(spec: OpSpec, shape: tuple[int, ...], device: str) -> None:
-    """The result has the bits of a call on the input's values(), with and without gradients, and its offsets."""
+    """A result has the bits of a call on the input's values(), with and without gradients, and the input's offsets."""
     lengths = offsets(device)
     for sample in spec.sample_inputs(maker(device, torch.float32), shape):
         if any(isinstance(arg, tuple) and len(arg) == len(shape) for arg in sample.args):

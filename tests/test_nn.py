@@ -319,7 +319,7 @@ def test_linear_cross_entropy_loss(device: str) -> None:
 
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
-    """Imports at module level have no circle among the package's modules. Imports inside functions may have one."""
+    """The package's modules do not import each other in a circle at module level. Imports inside functions may."""
     imports: dict[str, set[str]] = {}
     package = Path(extension_cpp.__file__).parent
     files = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}

@@ -172,7 +172,8 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
     exact = getattr(reference, name)(*norm_arguments(name, x.double(), *doubles))
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
     for a, b in zip(got, want, strict=True):
-        # Weight gradients are float32 sums of `rows` terms near 1. Their error relative to the largest grows as
+        # Weight gradients are float32 sums of `rows` terms near 1. Their error grows as sqrt(rows), relative to the
+        # largest gradient.
         # sqrt(rows).
         assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.float32).eps * 131072**0.5 * max(b.abs().max(), 1)
 

@@ -85,7 +85,7 @@ def test_every_plan(device: str) -> None:
         check(spec, next(iter(spec.sample_inputs(maker(device, getattr(torch, dtype)), (rows, cols)))))
 
 
-ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # each beside 4096; on the CPU, which takes 64 rows at once, five
+ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # row counts; the CPU, with blocks of 64 rows, gets the first five
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,8 +111,8 @@ def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_a_row_does_not_depend_on_how_many_there_are(
     dtype: torch.dtype, gap: int, cols: int, name: str, device: str
 ) -> None:
-    """A row has the same bits in a small tensor and in a large one, for which a GPU uses L2 hints and other kernels."""
-    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use the kernels of other tests
+    """A row has the same bits in a small tensor and in a large one, for which a GPU uses other kernels and L2 hints."""
+    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels on a GPU
     step = max(1, size // (cols * dtype.itemsize) // 8) * 8  # parts begin at multiples of 16 bytes
     x, grad_out = (torch.randn(parts * step, cols + gap, device=device).to(dtype)[:, :cols] for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
@@ -208,8 +208,8 @@ def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: in
     given = norm_arguments(name, x, *pair)
     exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
     y = getattr(extension_cpp, name)(*given)
-    # y is rounded once. The sums of a row are trees of log2(131081) roundings; the mean and rstd each contribute half
-    # of them. Weight and bias contribute two.
+    # y is rounded once. Mean and rstd are sums in trees, each with log2(131081) roundings of half an eps, which makes
+    # log2(131081) eps for both. Weight and bias contribute 2 eps.
     bound = torch.finfo(dtype).eps + 20 * torch.finfo(torch.float32).eps
     assert (y - exact).abs().max() <= bound * exact.abs().max()
 
@@ -253,7 +253,7 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layout: str, device: str) -> None:
-    """Rows that are too wide for one cluster's shared memory are right: the widest clusters or the plain kernels
+    """Rows that are too wide for one cluster's shared memory are right: the widest clusters or the generic kernels
     process them, with a whole row or a part of it in shared memory. Every run gives the same bits."""
     if device != "cuda":
         pytest.skip("the width decides only on the GPU which kernel takes a row")
@@ -286,7 +286,7 @@ def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, element
 @every_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, device: str) -> None:
-    """Slices of a packed QKV give the bits of their contiguous copies, and no copy is made."""
+    """Slices of a packed QKV tensor give the bits of their contiguous copies, and no copy is made."""
     packed = torch.randn(5, 7, 3 * 64, device=device).to(dtype)
     function = getattr(extension_cpp, name)
     for part in packed.split(64, dim=-1):

@@ -68,7 +68,7 @@ def ninja(tool: str) -> str:
 
 
 def objects_of(mutant: Mutant) -> list[str]:
-    """Returns the objects that include the changed file, of the op's folder and this machine's instruction set."""
+    """Returns the object files that include the changed file, for the op's folder and this CPU's instruction set."""
     others = set(build_library.X86_LEVELS) - {level_here()}
     folder = mutant.file.parent.name
     if "common" in mutant.file.parts:

@@ -15,7 +15,7 @@ from tests.test_scaffold import run, run_python, with_objects
 
 tree = test_scaffold.tree  # imports the fixture
 PAGE = ROOT / "docs" / "port.md"
-HERE = "planted_index_sum"  # differs from the page's my_index_sum, which a reader may have made in this tree
+HERE = "planted_index_sum"  # differs from the page's my_index_sum, which a reader may have added to this repository
 
 
 def code(language: str) -> list[str]:

@@ -205,7 +205,7 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["new", "an_op"], ["new", "an_op", "--kind", "accessor"], ["remove", "mish"]])
 def test_commands_refuse_a_folder_that_is_in_no_tree(untouched, one_tree, tmp_path, monkeypatch, capsys, words):
-    """In a folder of no repository or package, and in a package without a command of its own, an error says so."""
+    """Commands report an error in a folder of no repository or package, and in a package without its own command."""
     monkeypatch.chdir(tmp_path)
     sentence = f"'{words[0]}' works on a checkout of extension_cpp or a package made by new-package, and {tmp_path} is"
     assert sentence in refused(capsys, *words)
@@ -300,8 +300,8 @@ def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     lint(tree, name == LONG, "extension_cpp", f"examples/{example}", new=[tree / path for path in new])
 
 
-# Without --slow, packages are made of these kinds alone. Ops of all kinds are then made in a copy of the repository,
-# and tested by FEW.
+# Without --slow, packages are made of these kinds alone. Ops of all kinds are made in a copy of the repository, where
+# the tests of FEW run.
 QUICK = ("pointwise", "rows", "reduction", "scan")
 PACKAGES = [("ab", "pointwise"), *((LONG, kind) for kind in QUICK[1:])]
 PACKAGES += [pytest.param(LONG, kind, marks=pytest.mark.slow) for kind in scaffold.OP_KINDS if kind not in QUICK]
@@ -506,7 +506,7 @@ def test_a_new_package_with_the_newest_torch(tmp_path, device):
         run_python("-m", "extension_cpp", "new-package", tmp_path / kind, "--name", "my_kernels", "--kind", kind)
         for target in ("test", "wheel"):
             done = run("make", target, *python_of_all, cwd=tmp_path / kind, env=environment(device))
-            assert "leaked" not in done.stderr  # Triton's binding reports objects that gc.freeze keeps as leaked
+            assert "leaked" not in done.stderr  # Triton's binding would report objects kept by gc.freeze as leaked
         python_of_all = [f"PYTHON={tmp_path / scaffold.OP_KINDS[0] / '.venv' / 'bin' / 'python'}"]
 
 

@@ -224,7 +224,8 @@ def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype,
 
 
 def test_min_gru_beside_a_loop(device: str) -> None:
-    """States and gradients of MinGRU equal a loop's in both directions, also for a sequence in two halves."""
+    """States and gradients of MinGRU equal those of a loop, in both directions. Two halves of a sequence give the same
+    states as the whole sequence."""
     for reverse in (False, True):
         layer = MinGRU(5, 7, reverse=reverse, device=device, dtype=torch.float64)
         x = torch.randn(2, 9, 5, device=device, dtype=torch.float64, requires_grad=True)
@@ -323,7 +324,7 @@ SHAPES += [((2,) * 8, 3), ((2, 2500, 3, 8), 1), ((2, 3, PART + 32), 2), ((5, 7, 
 @every_dtype
 @pytest.mark.parametrize("shape, dim", SHAPES, ids=str)
 def test_operands_without_a_common_stride(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Operands with two dimensions that no single stride joins are not copied. They give contiguous operands' bits."""
+    """Operands in which no single stride joins two dimensions are not copied, and give the bits of contiguous ones."""
     ops = {name: getattr(extension_cpp, name) for name in ("cumsum", "logcumsumexp", "linear_recurrence")}
     scans, ours = scans_of_slices(ops, shape, dim, dtype, device), []
     names, _ = profiled(lambda: ours.extend(result_and_gradients(*each) for each in scans), device)

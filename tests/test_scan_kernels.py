@@ -283,7 +283,7 @@ COLUMNS = [((2, 300, 3, 8), 1), ((2, 40, 3, 5), 1), ((2, 3, 9, 4), 2)]
 def test_operands_without_a_common_stride(
     kernels: Kernels, shape: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> None:
-    """Operands without a common stride give the bits of contiguous operands."""
+    """Operands in which no single stride joins two dimensions give the bits of contiguous operands."""
     for scan, operands in scans_of_slices(functions(kernels), shape, dim, dtype, "cpu"):
         whole = result_and_gradients(scan, [x.contiguous() for x in operands])
         assert all(map(torch.equal, result_and_gradients(scan, operands), whole))

@@ -198,7 +198,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
 
 
 def assert_values(name: str, sample: Sample, d: int | None, ours: Placed, exact: Placed, what: str) -> None:
-    """Compares with one process: bitwise where it computes each row or element alone, and otherwise up to rounding."""
+    """Compares with one process: bitwise where each row or element is computed alone, and otherwise up to rounding."""
     stays = d in row_dims(name, sample)
     is_mean = name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
     is_over_classes = name == "cross_entropy" and d == 1
@@ -243,7 +243,7 @@ def check_every_op_has_a_rule(mesh: Any) -> None:
     table = document.split("## What stays sharded")[1].split("\n* ")[0].splitlines()
     listed = {name for line in table[4:] if line for name in line.split("|")[1].strip().split(", ")}
     new = tuple(spec.name for spec in all_specs() if spec.name not in listed)
-    # Only linear_cross_entropy calls the last two, on tensors of one process.
+    # Only linear_cross_entropy calls cross_entropy_chunk and cross_entropy_scale, on tensors of one process.
     refusing = {name for name, rule in SHARDING.items() if rule is NONE and not name.startswith(new)}
     assert refusing == {"muladd.out", "cross_entropy_chunk", "cross_entropy_scale"}
     x = distribute_tensor(torch.ones(4, device=DEVICE), mesh, [Replicate()])
@@ -272,13 +272,13 @@ def check_cache(mesh: Any) -> None:
 
 
 def check_cache_of_calls_with_bools(mesh: Any) -> None:
-    """If a call is cached, calls with other bools do not get its placements. Bools tell backward operators which
-    gradients are needed, and x is frozen in some calls here."""
+    """Placements that PyTorch caches for a call are not used for calls with other bools. Bools tell backward operators
+    which gradients are needed, and x is frozen in some calls here."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     frozen_in_turn = ("scale_bias_relu", "bias_gelu", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
     for spec in (spec for spec in all_specs() if spec.name in (*frozen_in_turn, "linear_cross_entropy")):
-        # For float64, which no other check uses, no calls with all gradients are cached yet.
+        # Other checks use other dtypes, for which calls with all gradients are in the cache. float64 is new there.
         sample = list(samples(spec, torch.float64))[-1 if spec.positional else 0]  # of a fused norm without dropout
         tensors = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor) and x.requires_grad]
         for needed in (tensors[1:], tensors, tensors[:1], tensors[1:2], tensors):
@@ -300,7 +300,7 @@ def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
 
 
 def check_rotary_of_batches(mesh: Any) -> None:
-    """Rotary embeddings are right for positions of each sequence or of all, and for uneven shards."""
+    """Rotary embeddings are right for cos and sin of each sequence or of all, and if processes have uneven shards."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     make = maker(DEVICE, torch.float32)
@@ -920,7 +920,7 @@ def check_rows_and_classes(mesh: Any) -> None:
 
 
 def checks(processes: int) -> dict[str, Callable[[Any], None]]:
-    # An op from a template has no rule until its author writes one. Until then DTensors are refused.
+    # An op from a template has no rule until its author writes one. Until then DTensors raise an error.
     specs = {spec.name: spec for spec in all_specs() if SHARDING[spec.name] is not NONE}
     if processes == 4:
         names = ("rms_norm", "cross_entropy")

@@ -1,4 +1,4 @@
-"""Tests examples/train_text.py: a killed and resumed run ends like an unbroken one, and both --ops give like losses."""
+"""Tests examples/train_text.py: a killed and resumed run ends like an unbroken one, and our ops train like torch's."""
 
 import functools
 import json

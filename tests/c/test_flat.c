@@ -351,7 +351,7 @@ void test_flat_sizes(uint32_t step) {
 }
 
 /* Runs the chunks in one range, one by one from the last to the first, and in two ranges. All must
- * give the same bits. One chunk alone must write nothing outside it, and an empty range nothing. */
+ * give the same bits. One chunk alone must write only this chunk, and an empty range nothing. */
 static uint64_t check_ranges(const flat_case *c) {
   const size_t bytes = (size_t)c->numel * formats[c->dtype].size;
   const int64_t chunks = ceil_div(c->numel, CHUNK);

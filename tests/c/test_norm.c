@@ -449,7 +449,7 @@ static void check_long_columns(void) {
   for (int64_t i = 0; i < 2 * c.rows; ++i)
     ((float *)c.in[X])[i] = i % 2 ? 2 : 0, ((float *)c.in[GRAD_OUT])[i] = 4.0f / 3;
   set_wants(&c);
-  /* A float sum of 64 equal terms is off by a few roundings, of hundreds of terms by hundreds. */
+  /* A float sum of 64 equal terms is off by a few roundings, and one of hundreds by hundreds. */
   for (int k = 0; k < 2; ++k) {
     c.slack[GRAD_BIAS][k] = c.slack[GRAD_WEIGHT][k] = 24 * 0x1p-24 * fabs(c.want[GRAD_BIAS][k]);
   }

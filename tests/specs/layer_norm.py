@@ -63,7 +63,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     if own:
         result = result if bias is None else result + bias.abs()
         gx = gx + rstd * (with_mean(gw.abs(), 1) + y.abs() * average((gw * y).abs()))
-        # In a row of equal values, y is only the rounding error of the mean, whose square matters here.
+        # In a row of equal values, y is only the rounding error of the mean. A product of two such errors matters here.
         gx = gx + call.eps * rstd * y_moves * average(gw.abs() * y_moves)
         gweight = gweight + zero_for_nan((g * y).abs())
     sums = (each.sum_to_size(w.shape) for each in (gweight + lost, g.abs() if own else torch.zeros_like(g)))

@@ -128,7 +128,7 @@ SPEC = OpSpec(
     launches=(1, 1),
     terms=terms,
     from_saved=from_saved,
-    unseen=12,  # the gradient of a broadcast factor sums products that were rounded to a half type
+    unseen=12,  # hidden in the gradient of a broadcast factor, which sums products that were rounded to a half type
     infinities_may_be_nan=True,
     variants={
         "columns": Bench(
