@@ -34,7 +34,7 @@ def test_entropy_of_a_rising_row(dtype: torch.dtype, falling: bool, temperature:
 
 def test_cumsum_of_long_columns(device: str) -> None:
     """All terms are positive, so that errors are relative to each sum: 6e-8 for rounding the result, and the roundings
-    of adding in a tree. Adding terms in turn in float32 would give an error of 1e-4 at the end."""
+    of a tree of additions. Adding the terms in turn in float32 would give an error of 1e-4 at the end."""
     x = torch.rand(200_000, 3, generator=torch.Generator().manual_seed(0)) + 0.5
     exact = x.double().cumsum(0).to(device)
     for reverse in (False, True):

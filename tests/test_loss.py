@@ -413,7 +413,7 @@ def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], 
 
 
 def test_forward_mode_of_a_target_that_is_no_class() -> None:
-    """Forward mode gives NaN for a target that is no class. This code runs on CUDA, where no error can be raised."""
+    """The formulas of forward mode give NaN for a target that is no class, because no error can be raised on CUDA."""
     logits, target = torch.randn(3, 5), torch.tensor([1, 7, -100])
 
     def cross_entropy(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tests all kernels of the norms on a GPU, by many widths, few and many rows, all alignments, and strided rows."""
+"""Tests the norms with inputs for all GPU kernels: many widths, few and many rows, all alignments, strided rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -181,7 +181,7 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
         )
         y = getattr(extension_cpp, name)(*given)
         exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-        # The bound is that of the next test, but for trees of log2(16384) roundings, with two of weight and bias.
+        # The bound is that of the next test, but for trees of log2(16384) roundings. Weight and bias contribute two.
         bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
         assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
 

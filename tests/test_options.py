@@ -66,7 +66,7 @@ def test_options(dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(ours, exact, msg=lambda text, message=message: f"{message}: {text}")
 
 
-# For some of our functions, PyTorch's function. For others it is in torch.nn.functional under the same name.
+# PyTorch's functions that are not in torch.nn.functional, by the names of our functions.
 OF_TORCH = {"reduce_sum": torch.sum, "softmax": torch.softmax, "log_softmax": torch.log_softmax}
 
 

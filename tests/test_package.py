@@ -35,7 +35,7 @@ def without_torch(tree: Path, *words: object) -> subprocess.CompletedProcess[str
 
 
 def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
-    """Commands that write sources import no torch. With --in a command changes the package that contains this path."""
+    """Commands that write sources import no torch. With --in PATH they change the package that contains PATH."""
     folder, whole = tree.parent / "made", contents(tree)
     done = without_torch(tree, "new-package", folder, "--name", "my_kernels", *FIRST)
     assert done.returncode == 0, done.stderr

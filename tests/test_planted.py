@@ -1,4 +1,4 @@
-"""Tests tests/planted.py: its verdicts on planted errors in tiny modules, and that each of its own errors applies."""
+"""Tests tests/planted.py: its verdicts on errors in tiny modules, and that each error of planted_errors.py applies."""
 
 from pathlib import Path
 

@@ -82,7 +82,7 @@ def test_no_worse_than_eager_on_long_sums(device):
 def test_one_large_term_keeps_the_small_ones():
     x = torch.ones(1 << 20)
     x[5] = 2.0**24
-    # Only the terms that share a float lane and a batch with the large term can be lost.
+    # Only ones that are added in the float lane and the batch of the large term can be lost.
     assert abs(reduce_sum(x).item() - (2.0**24 + 2.0**20)) <= 64
 
 

@@ -1,4 +1,4 @@
-"""Tests scans along one row or column, called a line: long lines, which threads share, bits, recurrences, autocast."""
+"""Tests scans along rows or columns, called lines: long lines, equal bits beside other lines, recurrences, autocast."""
 
 import functools
 import itertools
@@ -45,7 +45,7 @@ def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device
         for other in results[1:]:
             assert torch.equal(other, results[0])
         exact = extension_cpp.reference.cumsum(x.double(), dim, **options)
-        # Half types round only the result. The others also round sums of 2^14 numbers, as does the float64 reference.
+        # Half types round only the result. float32 and float64 also round sums of 2^14 numbers, as the reference does.
         roundings = {torch.float64: x.shape[dim] ** 0.5, torch.float32: 32}.get(dtype, 1)
         bound = roundings * torch.finfo(dtype).eps * exact.abs().max().item()
         assert (results[0].double() - exact).abs().max().item() <= bound

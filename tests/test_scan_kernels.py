@@ -24,7 +24,7 @@ from tests.test_scan import result_and_gradients, scans_of_slices
 from tests.test_scan_masks import along_rows_and_columns, check_gradients, check_sums, masked
 
 ON_CPU = Path(build_library.__file__).parent / "tests" / "c" / "cuda_on_cpu"
-# Replacements in the kernels' sources: of code that a C++ compiler does not know, and of sizes by smaller ones.
+# Replacements in the kernels' sources: code that a C++ compiler does not know, and sizes, which become smaller.
 CHANGES = {
     "scan_memory.cuh": {
         "extern __shared__ uint4 held[];": "static thread_local uint4 held[8192];",
@@ -249,7 +249,7 @@ def test_less_shared_memory(spec: OpSpec, dtype: torch.dtype, monkeypatch: pytes
 
 @every_dtype
 def test_vectors_at_any_address(spec: OpSpec, dtype: torch.dtype) -> None:
-    """Results are right for rows with a gap of three elements, which begin at any alignment."""
+    """Results are right for rows with a gap of three elements between them, so that they begin at any alignment."""
     for shape in [(5, 33), (9, 64), (3, 40, 16)]:
         for sample in spec.sample_inputs(maker("cpu", dtype, layout="padded"), shape):
             check(spec, sample, "padded", "padded rows")

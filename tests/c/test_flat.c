@@ -139,7 +139,7 @@ static jet_t of_logistic(double x, double u, double u1, double u2) {
 }
 
 /* Computes the formulas of activation.h. tests/test_activation.py derives the slack. Errors are
- * relative to the result, and in the derivatives to terms that cancel. u and x^2 / 2 are rounded
+ * relative to the result, or in derivatives to terms that cancel. u and x^2 / 2 are rounded
  * before exp multiplies their errors. The approximations for 16-bit types are within 2^-15. */
 static jet_t jet_of(activation_t kind, double x, dtype_t dtype) {
   const double pi = 3.14159265358979323846;

@@ -73,8 +73,8 @@ static row_t row_of(const norm_case *c, int64_t r) {
   return (row_t){mean, 1 / sqrtl(squares / (long double)c->cols + (long double)c->eps), largest};
 }
 
-/* Returns the number of roundings in a sum along a row: one per column of a lane (at most 128), and
- * those of the sum over lanes. */
+/* Returns the number of roundings in a sum along a row: one for each column that a lane adds (at
+ * most 128), and those of the sum over lanes. */
 static double row_roundings(const norm_case *c) {
   return (double)(c->cols < 4096 ? ceil_div(c->cols, 32) : 128) + 4 +
          (c->dtype == DTYPE_FLOAT64 ? 16 : 0);

@@ -127,7 +127,7 @@ static void run_composed(const fused_case *c, const buffer_t *in, void *const *w
 }
 
 /* Returns 1 if a and b have the same bits. float16 numbers below 2^-14 are subnormal. Rounding them
- * before the doubling loses one bit more than rounding after it, so these may differ by 2^-24. */
+ * before dropout doubles them loses one bit more than after it, so these may differ by 2^-24. */
 static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
   if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y))
     return memcmp(a->data, b->data, a->bytes) == 0;

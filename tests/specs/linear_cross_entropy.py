@@ -105,6 +105,6 @@ SPEC = OpSpec(
     least_rank=1,
     second_order=False,
     terms=terms,
-    unseen=10,  # hidden where logits with a softcap and their gradients are rounded to half types, and 11 classes summed
+    unseen=10,  # hidden where softcap logits and their gradients are rounded to a half type and 11 classes are summed
     has_products=True,
 )
