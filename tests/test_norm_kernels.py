@@ -169,7 +169,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name
     ids=str,
 )
 def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
-    """Forward is right for every width, kind of weights, and few or many rows, which select a GPU's kernel."""
+    """Forward is right for every width, all kinds of weights, and few and many rows. These select a GPU's kernel."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         x = torch.randn(rows, cols, device=device).to(dtype)

@@ -944,7 +944,7 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
-        torch.set_default_device(device)  # not for the CPU: PyTorch then runs Python code at each function call
+        torch.set_default_device(device)  # not for the CPU, where PyTorch would run Python code at each function call
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",

@@ -76,7 +76,8 @@ def error_inputs(device):
 
 @dataclass
 class LossTerms:
-    """Holds the sizes (see Terms) of the loss and the logits' gradient, and their changes by changes of logits."""
+    """Holds the sizes (see Terms) of the loss and of the logits' gradient. `loss_moves` and `gradient_moves` are their
+    changes if each logit changes by `moved`."""
 
     loss: Tensor
     gradient: Tensor
