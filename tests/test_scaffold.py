@@ -212,7 +212,7 @@ def test_commands_refuse_a_folder_that_is_in_no_tree(untouched, one_tree, tmp_pa
     (tmp_path / "build_library.py").write_text('import os\nNAMESPACE = "my_kernels"  # of its operators\n')
     sentence = f"the package my_kernels in {tmp_path} has no command of its own"
     assert sentence in refused(capsys, *words) and sentence in refused(capsys, *words, "--in", str(tmp_path))
-    # A repository's own command runs with --in and in its folders: only that command rejects the name "common".
+    # With --in, and in a repository's folders, its own command runs: only that command rejects the name "common".
     assert "common" in refused(capsys, *words[:1], "common", "--in", str(one_tree / "docs"))
     monkeypatch.chdir(one_tree / "docs")
     assert "common" in refused(capsys, *words[:1], "common")

@@ -48,7 +48,7 @@ def test_every_document_is_in_the_navigation(site: Path) -> None:
 
 
 def test_every_published_table_is_on_the_site(site: Path) -> None:
-    """The site has every row of the result files that it alone publishes, under the name of the file."""
+    """The site has every row of the result tables that no document contains, under the name of the result file."""
     text = (site / "docs" / "performance_tables" / "index.html").read_text()
     for stem in (stem for stems in published.ON_THE_SITE.values() for stem in stems):
         part = text.partition(f">{stem}.json<")[2].partition("<h3")[0]

@@ -61,7 +61,7 @@ void store_all_cpu(int64_t begin, int64_t end, void *args);
 typedef struct {
   uint8_t *kept; /* shape (end - begin) */
   dropout_t dropout;
-  int64_t back; /* distance of an earlier block, whose mask is made before each block; 0: none */
+  int64_t back; /* distance to an earlier block, whose mask is made before each mask; 0: none */
 } kept_args;
 
 /* Sets kept[i - begin] to whether dropout keeps element i, one block at a time. */

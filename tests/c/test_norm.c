@@ -442,8 +442,8 @@ static void check_alone(const norm_case *c) {
   for (int k = 0; k < 2; ++k) buffer_free(&wide[k]);
 }
 
-/* Tests many rows of equal elements. If float held the sums of the columns of a whole part, the
- * error would exceed the slack. */
+/* Tests many rows of equal elements. The kernel divides rows into parts. If float held the column
+ * sums of a whole part, the error would exceed the slack. */
 static void check_long_columns(void) {
   norm_case c = new_case(1 << 17, 2, DTYPE_FLOAT32, 1, 0);
   for (int64_t i = 0; i < 2 * c.rows; ++i)

@@ -193,8 +193,8 @@ static uint64_t check_ranges(const sbr_case *c) {
   return hash;
 }
 
-/* Tests many rows of equal elements. If float held the sums of the columns of a whole part, the
- * error would exceed the slack. */
+/* Tests many rows of equal elements. The kernel divides rows into parts. If float held the column
+ * sums of a whole part, the error would exceed the slack. */
 static void check_long_columns(void) {
   sbr_case c = new_case(1 << 18, 1, DTYPE_FLOAT32, 0);
   for (int64_t i = 0; i < c.rows; ++i) ((float *)c.x)[i] = 1, ((float *)c.grad_out)[i] = 4.0f / 3;
