@@ -1,7 +1,7 @@
-"""Tests losses of rows whose largest logits are equal and huge, as in a row that is masked as a whole.
+"""Tests losses of rows whose largest logits are equal and huge, as in a row in which all logits are masked.
 
-In such rows log(sum(exp(z - max))) is far below the precision of the maximum, even in float64. The gradient still needs
-this term: with C equal logits, each probability is 1 / C. The references are PyTorch's, in float64.
+With logits z, the term log(sum(exp(z - max))) is then lost in the log-sum-exp, even in float64. The gradient needs it:
+with C equal logits, each probability is 1 / C. The references are PyTorch's losses in float64.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def maxima(dtype: torch.dtype) -> list[float]:
 
 
 def rows_of(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Returns, for each maximum, a row in which all logits have it and one in which every third has it, and an ordinary
-    row. Below finfo.min lies -inf. Some targets are among the smaller logits."""
+    """Returns logits and targets. For each maximum, there is a row whose logits all equal it, and a row in which every
+    third logit does. The last row is random. Smaller logits below finfo.min are -inf, and some are targets."""
     is_largest = torch.arange(CLASSES) % EVERY == 0
     rows = []
     for most in maxima(dtype):
@@ -36,14 +36,14 @@ def rows_of(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 
 
 def arranged(x: Tensor, inner: int) -> Tensor:
-    """Returns the rows of x (N, C) as they are, or in the shape (N / inner, C, inner)."""
+    """Returns the rows of x (N, C) unchanged if inner is 1, and otherwise in the shape (N / inner, C, inner)."""
     return x if inner == 1 else x.reshape(-1, inner, CLASSES).transpose(1, 2).contiguous()
 
 
 def assert_near(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Checks the relative error of p = exp(z - lse), for p above 2^-22. Rounding the argument adds 8 eps, its product
-    with log2(e) as much, and the sum with its logarithm 4 eps. `size` is the largest gradient. The result is rounded to
-    `dtype`."""
+    """Checks that a gradient is near the exact one, up to the errors of the probability p = exp(z - lse) and of
+    rounding to `dtype`. For p above 2^-22, rounding z - lse adds 8 eps, multiplying it by log2(e) adds 8 eps, and the
+    logarithm of the sum in lse adds 4 eps. `size` is the largest gradient."""
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     size = exact.abs().max().item()
     torch.testing.assert_close(ours.double(), exact, atol=20 * eps * size, rtol=20 * eps + torch.finfo(dtype).eps / 2)
@@ -62,7 +62,7 @@ def test_cross_entropy(dtype: torch.dtype, inner: int, label_smoothing: float, r
         value = loss(x, target, reduction=reduction, label_smoothing=label_smoothing)
         results.append((value.detach(), *torch.autograd.grad(value, x, torch.ones_like(value))))
     (value, grad), (exact, exact_grad) = results
-    # The smoothed loss also sums the distances of all classes, in the accumulation type.
+    # The smoothed loss also sums the distances of all logits from the log-sum-exp, in the accumulation type.
     eps = torch.finfo(dtype).eps + CLASSES * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     torch.testing.assert_close(value, exact.to(dtype), rtol=eps, atol=eps)
     assert_near(grad, exact_grad, dtype)
@@ -71,7 +71,8 @@ def test_cross_entropy(dtype: torch.dtype, inner: int, label_smoothing: float, r
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_token_log_probs(dtype: torch.dtype, temperature: float, device: str) -> None:
-    """The derivative of log_p[target] is [c = target] - p, and that of the entropy is -p * (log_p + entropy)."""
+    """The expected gradients use the derivatives [c = target] - p of log_p[target] and -p * (log_p + entropy) of
+    entropy."""
     logits, target = rows_of(dtype, device)
     logits.requires_grad_()
     log_p = (logits.detach().double() / temperature).log_softmax(-1)
@@ -91,7 +92,8 @@ def test_token_log_probs(dtype: torch.dtype, temperature: float, device: str) ->
 @pytest.mark.parametrize("rows", [4, 130])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_cross_entropy(dtype: torch.dtype, rows: int, reduction: str, device: str) -> None:
-    """The bias alone makes the logits. With "none" backward computes the logits again, and 130 rows are padded."""
+    """Loss and gradients are right if x is 0, so that the bias gives the logits. With reduction="none" backward
+    computes the logits again. With 130 rows the classes are padded."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(CLASSES, 4, generator=generator).to(dtype).to(device)
     x, target = torch.zeros(rows, 4, dtype=dtype, device=device), torch.arange(rows, device=device) % CLASSES
@@ -108,7 +110,7 @@ def test_linear_cross_entropy(dtype: torch.dtype, rows: int, reduction: str, dev
         torch.testing.assert_close(loss.double(), exact, rtol=4 * eps, atol=0)
         assert torch.equal(ours[1], torch.zeros_like(weight))  # because x is 0
         for grad, right in zip(ours[::2], expected[::2], strict=True):
-            # The gradient of the logits is rounded before it is summed.
+            # Logit gradients are rounded to `dtype` before they are summed to the gradients of x and the bias.
             torch.testing.assert_close(grad.double(), right, rtol=0, atol=20 * eps * right.abs().max().item())
 
 

@@ -1,4 +1,4 @@
-"""Compares the layers for Hugging Face's `kernels`, without needing it, with the classes whose forward they replace."""
+"""Compares our layers for Hugging Face's `kernels`, which need not be installed, with the classes that they replace."""
 
 from types import MethodType
 
@@ -19,7 +19,7 @@ MLP = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4}
 
 
 def with_layer(module: nn.Module, layer: type[nn.Module]) -> nn.Module:
-    """Replaces a module's forward by the layer's, as kernelize does."""
+    """Replaces a module's forward by that of our layer, as `kernels.kernelize` does."""
     module.forward = MethodType(layer.forward, module)
     return module
 
@@ -33,8 +33,8 @@ def norm(dtype: torch.dtype, device: str, width: int = 192) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 def test_rms_norm_rounds_where_the_class_does(dtype, device) -> None:
-    """Our layer rounds where the class does, so that results differ only by a row's statistic: ours is rounded once,
-    and the class's three times."""
+    """RMSNorm of layers.py rounds intermediate results where LlamaRMSNorm does. Results differ only by the statistic
+    rstd of each row, which our layer rounds once and LlamaRMSNorm three times."""
     torch.manual_seed(0)
     x = torch.randn(2048, 192, device=device).to(dtype)
     module = norm(dtype, device)
@@ -109,7 +109,7 @@ def test_rotary_pos_emb(unsqueeze_dim, device) -> None:
 
 
 def test_layers_are_what_kernels_accepts() -> None:
-    """The layers have no constructor and no members of their own, except for the two flags that `kernels` reads."""
+    """The layers have no constructor and define no members except for the two flags that `kernels` reads."""
     own = layers._Layer.__subclasses__()
     assert len(own) == 10 and {layer.__module__ for layer in own} == {layers.__name__}
     for layer in own:

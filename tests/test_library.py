@@ -1,4 +1,4 @@
-"""Tests what the library requires of its host. One file must work with every Python and every torch >= 2.10."""
+"""Tests what the library needs of its host. One file must work with every Python and every torch >= 2.10."""
 
 import re
 import subprocess
@@ -63,7 +63,7 @@ def test_library_needs_torch_alone_to_load(library):
 
 
 def test_wheel_tag_names_the_newest_glibc_used(library):
-    """The manylinux tag names the newest glibc that the library uses, or a newer one with its C++ library."""
+    """The manylinux tag names the newest glibc that the library uses, or one that its libstdc++ symbols need."""
     used = re.findall(r"@GLIBC_(\d+)\.(\d+)", run("nm", "-D", library).stdout)
     newest = max((int(major), int(minor)) for major, minor in used)
     found = build_library.glibc_required(library)
@@ -80,7 +80,7 @@ def test_versions_agree():
 
 
 def arguments_of(spec: OpSpec) -> Iterator[tuple[str, str]]:
-    """The names and types of an operator's arguments; for a list those of the two tensors that samples have in it."""
+    """Yields the name and type of each argument of an operator. A list counts as the two tensors that samples have."""
     for argument in getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments:
         is_list = str(argument.type) == "List[Tensor]"
         names = [f"{argument.name}[{i}]" for i in range(2)] if is_list else [argument.name]
@@ -90,7 +90,7 @@ def arguments_of(spec: OpSpec) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
-    """A non-tensor in place of a tensor raises our message. PyTorch's own has many lines or shows a build path."""
+    """A non-tensor in place of a tensor raises our message. PyTorch's message has many lines or shows a build path."""
     others = {
         "None": None,
         "numpy.ndarray; torch.from_numpy makes a tensor of it": np.ones((4, 6), np.float32),
@@ -121,7 +121,7 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
-    """A tensor of an unsupported layout raises our message for each argument. PyTorch's names no argument."""
+    """A tensor of an unsupported layout raises our message, which names the argument. PyTorch's message does not."""
     sample = next(spec.sample_inputs(maker("cpu", torch.float32), (4, 6)))
     for place, (x, (name, _)) in enumerate(zip(sample.args, arguments_of(spec), strict=False)):
         for got, change in OTHER_LAYOUTS.items() if isinstance(x, torch.Tensor) else ():
@@ -139,7 +139,8 @@ def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
 
 
 def test_nothing_is_written_outside_of_tensors(device: str) -> None:
-    """On a GPU no op writes outside of its tensors or of its scratch memory, which have guard bytes around them."""
+    """On a GPU no op writes outside its tensors or its scratch memory, around which tests/guarded.py puts guard
+    bytes."""
     if device != "cuda":
         pytest.skip("on the CPU the C tests look for it, under the address sanitizer")
     assert (result := run(sys.executable, "-m", "tests.guarded")).returncode == 0, result.stdout + result.stderr
@@ -209,7 +210,8 @@ print(sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def test_a_schema_that_does_not_fit_its_function_is_named(tmp_path: Path) -> None:
-    """A wrong schema is reported with the argument, result or count that is wrong. Right schemas are still defined."""
+    """A schema that does not fit its C++ function is reported, with the wrong argument, result or number of them.
+    Schemas that fit are still defined."""
     source, made = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
     source.write_text(WRONG)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-w", "-O0", "-fPIC", "-shared"]

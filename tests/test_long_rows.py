@@ -1,4 +1,4 @@
-"""Tests rows and columns of many chunks whose exact values are known: entropies, sums, and gradients with sums."""
+"""Tests sums, entropies and gradients of rows and columns of many chunks, whose exact values are known."""
 
 import math
 
@@ -8,16 +8,16 @@ import torch
 import extension_cpp
 from tests.battery import every_dtype
 
-WIDTH = 20_000  # columns, which are three chunks
+WIDTH = 20_000  # columns, which kernels process in three chunks
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("falling", [False, True])
 @every_dtype
 def test_entropy_of_a_rising_row(dtype: torch.dtype, falling: bool, temperature: float, device: str) -> None:
-    """Log-probabilities z - lse and entropies lse - sum(p z) come from numbers near 16, where a float32 eps is 2^-19.
-    Half types add twice the error of their exponential, 2.8e-6. In float64 the reference rounds as well. The exact
-    values are those of the rounded logits."""
+    """Log-probabilities z - lse and entropies lse - sum(p z) are differences of numbers near 16, whose float32 spacing
+    is 2^-19. Half types add twice the error of their exponential, 2.8e-6. In float64 the reference rounds, too. The
+    reference gets the logits after rounding to `dtype`."""
     row = torch.linspace(0, 9, WIDTH, dtype=torch.float64)
     logits = (row.flip(0) if falling else row).to(dtype)
     log_p = (logits.double() / temperature).log_softmax(0)
@@ -33,8 +33,8 @@ def test_entropy_of_a_rising_row(dtype: torch.dtype, falling: bool, temperature:
 
 
 def test_cumsum_of_long_columns(device: str) -> None:
-    """Terms have one sign, so that the error is relative to each sum: 6e-8 for rounding the result, and the roundings
-    of a tree. A sum kept in float32 would have an error of 1e-4 at the end."""
+    """All terms are positive, so that errors are relative to each sum: 6e-8 for rounding the result, and the roundings
+    of a tree of additions. Adding the terms in turn in float32 would give an error of 1e-4 at the end."""
     x = torch.rand(200_000, 3, generator=torch.Generator().manual_seed(0)) + 0.5
     exact = x.double().cumsum(0).to(device)
     for reverse in (False, True):
@@ -44,8 +44,8 @@ def test_cumsum_of_long_columns(device: str) -> None:
 
 
 def test_log_softmax_backward_of_long_columns(device: str) -> None:
-    """grad_x = g - p sum(g) has an error of 1e-6 of |g| + p sum|g|, although sum(g) has 300000 terms of one sign. On a
-    GPU a thread adds about 600 of them in turn: 32 eps, for 25 roundings in turn and those of the tree."""
+    """grad_x = g - p sum(g) has an error of 1e-6 (|g| + p sum|g|), although sum(g) has 300,000 terms of one sign. On a
+    GPU a thread adds 600 terms in turn, with about sqrt(600) roundings. With those of a tree the bound is 32 eps."""
     allowed = 1e-6 if device == "cpu" else 32 * torch.finfo(torch.float32).eps
     generator = torch.Generator().manual_seed(1)
     x, g = (torch.rand(300_000, 16, generator=generator).to(device) for _ in range(2))

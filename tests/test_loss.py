@@ -17,7 +17,7 @@ ROWS, CLASSES, FEATURES = 5, 7, 3
 
 
 def _call(name: str, target: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Returns the loss of each row, and the leaves."""
+    """Returns the loss or log-probability of each row, and the leaf tensors."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, FEATURES, generator=generator).to(target.device).requires_grad_()
     w = torch.randn(CLASSES, FEATURES, generator=generator).to(target.device).requires_grad_()
@@ -35,7 +35,7 @@ LOSSES = ["cross_entropy", "token_log_probs", "linear_cross_entropy"]
 @pytest.mark.parametrize("wrong", [-1, CLASSES, 2**40, -(2**62), -(2**63)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
-    """The CPU raises an error that names the wrong target. A GPU gives NaN in that row, without waiting."""
+    """The CPU raises an error that names the wrong target. A GPU, which raises none, gives NaN in the target's row."""
     good = torch.arange(ROWS, device=device) % CLASSES
     bad = good.clone()
     bad[2] = wrong
@@ -57,7 +57,7 @@ def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_rows_ignored(reduction: str, device: str) -> None:
-    """The mean over no rows is NaN, as in PyTorch. Gradients are zero, even for a row of NaN."""
+    """If all rows are ignored, the mean is NaN, as in PyTorch. Gradients are zero, even for a row of NaN."""
     logits = torch.randn(ROWS, CLASSES, device=device)
     logits[1] = math.nan
     target = torch.full((ROWS,), -100, device=device)
@@ -79,7 +79,7 @@ def test_one_class(device: str) -> None:
 
 
 def test_padded_rows_are_read_where_they_lie(device: str) -> None:
-    """Logits that are a slice of a padded vocabulary are not copied."""
+    """Logits that are a slice of a tensor with padded classes are not copied."""
     padded = torch.randn(64, 1024, device=device)
     target = torch.arange(64, device=device)
     logits = padded[:, :1000]
@@ -155,7 +155,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_logits_are_never_whole(reduction: str, small_chunks: list[int], device: str) -> None:
-    """The loss processes 700 rows in chunks of at most 128, and gives the results of one product with all logits."""
+    """The loss processes 700 rows in chunks of at most 128, with the results of one product that has all logits."""
     x, w, b, target = _linear(torch.float32, device)
     loss = extension_cpp.linear_cross_entropy(x, w, target, b, reduction=reduction)
     grad_out = torch.rand_like(loss)
@@ -170,7 +170,7 @@ def test_logits_are_never_whole(reduction: str, small_chunks: list[int], device:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks: list[int], device: str) -> None:
-    """A row of 50 classes is padded to a multiple of 16 bytes. ignore_index may be 50, an index in the padding."""
+    """Each row of 50 logits is padded to whole 16 bytes. ignore_index may be 50, which is an index in the padding."""
     x, w, b, target = _linear(dtype, device)
     target = target.clamp(min=0)
     target[::3] = 50
@@ -180,7 +180,7 @@ def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks:
     expected = F.cross_entropy(F.linear(*exact), target, **options)
     ours = torch.autograd.grad(loss, (x, w, b), torch.ones_like(loss))
     eps = torch.finfo(dtype).eps
-    # Logits, their gradients and the results are rounded. Each chunk after the first rounds w's gradient once more.
+    # Logits, their gradients and the results are rounded. Each chunk after the first rounds the gradient of w again.
     torch.testing.assert_close(loss.double(), expected, atol=8 * eps, rtol=8 * eps)
     for a, e in zip(ours, torch.autograd.grad(expected, exact, torch.ones_like(expected)), strict=True):
         torch.testing.assert_close(a.double(), e, atol=8 * eps * e.abs().max().item(), rtol=8 * eps)
@@ -225,8 +225,8 @@ def test_chunks_cover_all_rows() -> None:
 
 
 def test_entropies_of_two_classes() -> None:
-    """Two classes are tested in float32 on the CPU, because with more classes errors of exp with alternating signs
-    would cancel. The 8 eps cover the errors of exp, of two products and of the sum."""
+    """Entropies of two classes are right. With more classes, errors of exp with opposite signs would cancel. The bound
+    of 8 eps covers the errors of exp, of two products and of the sum."""
     logits = torch.stack([torch.zeros(4000), -torch.linspace(0.01, 8, 4000)], 1)
     _, entropy = extension_cpp.token_log_probs(logits, torch.zeros(4000, dtype=torch.int64))
     log_p = logits.double().log_softmax(1)
@@ -241,9 +241,9 @@ def test_total_weight_counts_classes_alone() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [4096, 1024, 128])
 def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The bfloat16 weight gradient has about the error of eager mode. Each of the n chunks but the first rounds the sum
-    so far. The sum of i chunks is about sqrt(i / n) of the whole, so that n - 1 roundings add (n - 1) / 2 times the
-    variance of the last one. 10 % are for chance: both errors are norms over 24,000 numbers."""
+    """The bfloat16 weight gradient has about eager mode's error. It is the sum over n chunks, of which all but the
+    first round the sum so far. The sum of i chunks is about sqrt(i / n) of the whole, so that the n - 1 roundings have
+    (n - 1) / 2 times the variance of the last one. 10 % are for chance: both errors are norms over 24,000 numbers."""
     monkeypatch.setattr(linear_loss, "CHUNK_BYTES", chunk_rows * 1000 * 2)
     generator = torch.Generator().manual_seed(5)
     x, w = (torch.randn(n, 24, generator=generator).bfloat16().to(device).requires_grad_() for n in (4096, 1000))
@@ -259,8 +259,8 @@ def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_has_the_scale_of_the_loss(reduction: str, device: str) -> None:
-    """A GradScaler multiplies the loss, so that small float16 gradients do not underflow. A sum that is later divided
-    by the number of tokens must not overflow. Eager mode, which scales alike, has a similar error."""
+    """A GradScaler's factor on the loss keeps small float16 gradients from underflow. With "sum" the loss is divided by
+    the number of tokens later, before which the weight gradient must not overflow. Eager mode has a similar error."""
     generator = torch.Generator().manual_seed(6)
     x = (torch.rand(4096, 8, generator=generator) * 20).half().to(device).requires_grad_()
     w = torch.zeros(700, 8, dtype=torch.float16, device=device, requires_grad=True)
@@ -280,25 +280,26 @@ def _eager_linear(x: Tensor, w: Tensor, target: Tensor, reduction: str) -> Tenso
 
 
 def test_probabilities_are_at_most_one(device: str) -> None:
-    """Log-probabilities are at most 0 and entropies at least 0 despite rounding, because trainers may assert it."""
+    """Despite rounding, log-probabilities are at most 0 and entropies at least 0, which training code may assert."""
     logits = torch.arange(1.0, 61.0, device=device)[:, None].repeat(1, 2) * torch.tensor([1.0, -1.0], device=device)
     for temperature in (0.7, 1.3):
         for rows in (logits, logits[:, :1], torch.rand(1000, 2, device=device)):
             target = torch.zeros(rows.shape[0], dtype=torch.int64, device=device)
             log_probs, entropy = extension_cpp.token_log_probs(rows, target, temperature)
             assert (log_probs <= 0).all() and (entropy >= 0).all()
-            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # one class: 0 up to rounding
+            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # with one class: 0 up to rounding
 
 
-# Widths that a GPU processes with a group of threads, a CTA and a cluster. The last three are no whole vectors.
+# On a GPU, rows of these widths are processed by a group of threads, a CTA or a cluster. The last three widths are no
+# multiples of a vector's length.
 WIDTHS = (16, 100, 1000, 4096, 16384, 20000, 40000, 128256, 33, 1001, 50257)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_chunk_is_forward_and_backward(width: int, dtype: torch.dtype, device: str) -> None:
-    """cross_entropy_chunk writes the gradients of cross_entropy's backward, for targets anywhere in a row, an ignored
-    target, and rows with -inf and NaN."""
+    """cross_entropy_chunk overwrites logits with the gradients that cross_entropy's backward gives. Targets lie
+    anywhere in a row, one is ignored, and some rows have -inf and NaN."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(9, width, generator=generator).to(dtype).to(device)
     logits[3, : width // 2] = -math.inf
@@ -309,12 +310,12 @@ def test_chunk_is_forward_and_backward(width: int, dtype: torch.dtype, device: s
     (expected,) = torch.autograd.grad(losses, leaf, torch.full_like(losses, 0.5))
     scale = torch.tensor([0.5], dtype=torch.promote_types(dtype, torch.float32), device=device)
     ours = torch.ops.extension_cpp.cross_entropy_chunk(logits, target, None, -100, 0.0, 0.0, None, scale)
-    # The result is rounded once, and the sum of exponentials may have another order.
+    # The result is rounded once, and the exponentials may be added in another order than in cross_entropy.
     eps = torch.finfo(dtype).eps
     tolerance = {"rtol": 4 * eps, "atol": 1e-9, "equal_nan": True}
     torch.testing.assert_close(ours.double(), losses.detach(), **tolerance | {"atol": 20 * eps})
-    # Rounding d in float32 gives exp(d) a relative error of |d| eps / 2, and the conversion to a power of two adds as
-    # much. |d|, the distance to the log-sum-exp, is at most 16 for these logits.
+    # The gradient contains exp(d), where d is a logit minus the log-sum-exp, and |d| is at most 16 here. Rounding d
+    # gives exp(d) a relative error of |d| eps / 2, and the conversion to a power of two adds as much.
     tolerance["rtol"] += 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     torch.testing.assert_close(logits, expected, **tolerance)
 
@@ -322,7 +323,7 @@ def test_chunk_is_forward_and_backward(width: int, dtype: torch.dtype, device: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [64, 1000, 4096, 20000, 50257])
 def test_batch_invariant(width: int, dtype: torch.dtype, device: str) -> None:
-    """A row has the same bits for any number of rows in the call."""
+    """The results of a row have the same bits for any number of rows in the call."""
     x = torch.randn(133, width, device=device, dtype=dtype)
     target = torch.arange(133, device=device) % width
     functions: list[Callable[[int], tuple[Tensor, ...]]] = [
@@ -339,7 +340,7 @@ def test_batch_invariant(width: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) -> None:
-    """Only required gradients are computed, because adapters may train with a frozen lm_head."""
+    """Only required gradients are computed, because adapters may be trained while the weight of lm_head is frozen."""
     x, w, b, target = _linear(torch.float32, device, 64)
     tensors = [t.detach().requires_grad_(i in needed) for i, t in enumerate((x, w, b))]
     options = target, tensors[2], None, 1, -100, 0.0, 0.0, None, False, *(t.requires_grad for t in tensors)
@@ -354,7 +355,7 @@ def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
-    """A factor that half types cannot represent is multiplied in float32 and rounded once, for any layout."""
+    """cross_entropy_scale multiplies half types by a float32 factor and rounds each product once, for any layout."""
     acc = torch.promote_types(dtype, torch.float32)
     factor = torch.tensor(1 / 3, dtype=acc, device=device)
     for shape in [(), (0,), (1,), (1000,), (33, 70)]:
@@ -366,7 +367,7 @@ def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
 
 
 def test_backward_twice(device: str) -> None:
-    """A second backward may use the gradients that forward computed."""
+    """A second backward through the same loss may use the gradients that forward computed."""
     x, w, b, target = _linear(torch.float32, device, 64)
     loss = extension_cpp.linear_cross_entropy(x, w, target, b)
     first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
@@ -386,8 +387,8 @@ def test_second_derivatives_get_a_sentence(device: str) -> None:
 @pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-20, 1e-30])
 @pytest.mark.parametrize("shape", [(50, 1000), (50, 7)], ids=str)
 def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tuple[int, int], device: str) -> None:
-    """Small temperatures give the largest logit's result: logits / temperature exceed 2^24, where floats are
-    integers."""
+    """For small temperatures the largest logit has probability 1, so that its log-probability and the entropy are 0.
+    logits / temperature exceed 2^24, where floats are integers."""
     logits = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 40).to(device).requires_grad_()
     best = logits.detach().argmax(-1)
     log_probs, entropy = extension_cpp.token_log_probs(logits, best, temperature)
@@ -399,8 +400,9 @@ def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tu
 
 @pytest.mark.parametrize("inner", [(), (3,)], ids=["rows", "columns"])
 def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], device: str) -> None:
-    """The gradient is exact where many classes make lse large beside the softcap. dz/dx must be 1 - t^2 and not come
-    from z - lse. t = z / cap has an error of 3 roundings, and p of 12 (an exponent below 8, and 2^x)."""
+    """The gradient is right where many classes make the log-sum-exp (lse) large beside the softcap: dz/dx must be 1 -
+    t^2 and not come from z - lse. t = z / cap has an error of 3 roundings, and p of 12 (an exponent below 8, and
+    2^x)."""
     logits = torch.randn(4, 1000, *inner, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     target = torch.zeros(4, *inner, dtype=torch.int64, device=device)
     double = logits.detach().double().requires_grad_()
@@ -411,7 +413,7 @@ def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], 
 
 
 def test_forward_mode_of_a_target_that_is_no_class() -> None:
-    """On CUDA, where no error can be raised, forward mode gives NaN for a target that is no class."""
+    """The formulas of forward mode give NaN for a target that is no class, because no error can be raised on CUDA."""
     logits, target = torch.randn(3, 5), torch.tensor([1, 7, -100])
 
     def cross_entropy(x: Tensor) -> Tensor:

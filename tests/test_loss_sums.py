@@ -1,4 +1,4 @@
-"""Tests losses of many chunks, and losses whose gradients are streamed past the CPU's cache."""
+"""Tests linear_cross_entropy in many chunks, and cross_entropy whose gradients are streamed past the CPU's cache."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tests.battery.test_streaming import digest_of, streamed
 from tests.checks import maker
 from tests.opspec import DTYPES, Sample
 
-CLASSES, BLOCK, LINE = 4097, 32, 64  # columns of a block (common/cpu/block.h), and bytes of a cache line
+CLASSES, BLOCK, LINE = 4097, 32, 64  # classes, columns of a block (common/cpu/block.h), bytes of a cache line
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -20,9 +20,9 @@ CLASSES, BLOCK, LINE = 4097, 32, 64  # columns of a block (common/cpu/block.h), 
 def test_bias_gradient_of_many_chunks(
     reduction: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bias gradient is exact for 2400 chunks of one row, and for 300 chunks of 8 rows. Each row adds 1 to a sum
-    that half types could not represent: bfloat16 has no number between 2048 and 2064, and float16 none between 2048 and
-    2050. The other class has probability 1."""
+    """The bias gradient is exact for 2400 chunks of one row, and for 300 chunks of 8 rows. Class 1 has probability 1
+    and all targets are class 0, so that each row adds -1 and 1 to these gradients. Running sums in half types would be
+    wrong: bfloat16 has no number between 2048 and 2064, and float16 none between 2048 and 2050."""
     classes, rows = 16, 2400
     for in_chunk in (1, 8):
         monkeypatch.setattr(linear_loss, "CHUNK_BYTES", in_chunk * classes * dtype.itemsize)
@@ -37,11 +37,11 @@ def test_bias_gradient_of_many_chunks(
 
 
 def border_targets(dtype: torch.dtype) -> torch.Tensor:
-    """Returns, for each row, a target at an end of a part that is streamed separately (row_span in rows/cpu_sum_exp.h):
-    the head up to the next cache line, the block behind it, the streamed blocks, and the last block. Row 0 begins at a
-    line."""
+    """Returns one target for each row, which is the first or last column of a part of the row. row_span() in
+    rows/cpu_sum_exp.h divides a row into the head up to the next cache line, the block after the head, the streamed
+    blocks, and the last block. Row 0 begins at a cache line."""
     targets, places = [], LINE // dtype.itemsize
-    for row in range(8 * places):  # 8 rows begin at each place within a cache line
+    for row in range(8 * places):  # 8 rows begin at each offset within a cache line
         head = -row * CLASSES % places
         begin = head + BLOCK if head else 0
         end = begin + (CLASSES - begin - BLOCK) // BLOCK * BLOCK

@@ -1,4 +1,4 @@
-"""Tests the checks by role: C++ and fakes accept the same calls, and refuse others with the same message."""
+"""Tests the class Match: C++ and fakes accept the same tensors, and refuse others with the same error message."""
 
 import random
 import subprocess
@@ -11,7 +11,7 @@ from torch import Tensor
 import build_library
 from extension_cpp.registration import match
 
-# Operators that check tensors in C++. The tensors' names, dtypes and shapes are words joined by "|".
+# Test operators that check tensors in C++. Names, dtypes and shapes of the tensors are given as words joined by "|".
 SOURCE = """
 #include "common/shim/match.cpp"
 #include "common/shim/op.cpp"
@@ -101,11 +101,11 @@ DTYPES = {
     "same": match.SAME,
     "same or float32": match.SAME_OR_FLOAT32,
 }
-Call = tuple[tuple[Tensor, str, str], ...]  # for each tensor, its dtype and its shape
+Call = tuple[tuple[Tensor, str, str], ...]  # tensors, each with its expected dtype and shape
 
 
 def kernel_says(ops: Any, call: Call, size: str = "") -> str:
-    """Returns the matched size or the error message of the check in C++."""
+    """Returns the matched size or the error message that the check in C++ gives."""
     tensors, dtypes, shapes = zip(*call, strict=True)
     try:
         return str(ops.ask(list(tensors), "|".join("xyz"[: len(call)]), "|".join(dtypes), "|".join(shapes), size))
@@ -171,7 +171,7 @@ def test_a_name_stands_for_sizes(ops: Any) -> None:
 
 
 def test_kernel_and_fake_decide_alike(ops: Any) -> None:
-    """Kernel and fake decide alike for three random tensors. Each kind of shape is accepted often."""
+    """The check in C++ and that of the fake say the same of three random tensors. Many of the calls are accepted."""
     draw, accepted = random.Random(0), 0
     shapes = ["", "[n]", "[*, n]", "[m, n]", "[n, *, m]", "[*]", "[m, 2]", "[]", "like x", "broadcasts to x"]
     types = [*[torch.float32] * 8, torch.float16, torch.float64, torch.int64, torch.bool]
@@ -258,7 +258,7 @@ def test_a_launch_for_nothing_fails(ops: Any) -> None:
 
 
 def test_sizes_may_be_symbolic() -> None:
-    """Sizes may be symbolic: a second size compiles nothing new, and a wrong size raises."""
+    """A fake that uses Match takes symbolic sizes: a call with other sizes compiles nothing again."""
 
     @torch.library.custom_op("match_fakes::scale", mutates_args=())
     def scale(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tests what only muladd promises: out=, and its place in a compiled graph."""
+"""Tests what only muladd has: the argument out=, its functionalization in compiled graphs, and the fused rounding."""
 
 import os
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_out_may_be_an_input(device: str) -> None:
 
 
 def test_out_may_interleave_with_an_input(device: str) -> None:
-    """Even and odd columns of one buffer overlap in address range but share no element."""
+    """out may be the odd columns of a buffer whose even columns are an input: they share no element."""
     a, b, expected = inputs((33, 65), device)
     buffer = torch.zeros(33, 130, device=device)
     buffer[:, ::2] = a
@@ -63,7 +63,7 @@ def test_out_may_interleave_with_an_input(device: str) -> None:
 
 def test_out_may_overlap_what_is_read_first(device: str) -> None:
     """out may share elements with an input if out has gaps, because then all inputs are read before out is written. The
-    sizes span many blocks and threads."""
+    tensors are large enough for many blocks and threads."""
     rows, cols = 4099, 130
     buffer = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(device)
     b = buffer[1:, ::2].cos()
@@ -73,7 +73,7 @@ def test_out_may_overlap_what_is_read_first(device: str) -> None:
 
 
 def test_out_may_not_be_a_transposed_input(device: str) -> None:
-    """out must not be an input's transpose, whose elements would be overwritten before they are read."""
+    """If out is an input's transpose, an error is raised: elements would be overwritten before they are read."""
     for rows in (3, 64, 1024):
         a = torch.randn(rows, rows, device=device)
         for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
@@ -98,7 +98,7 @@ def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
 
 
 def test_results_larger_than_the_cache_begin_anywhere() -> None:
-    """The CPU streams results that are larger than the cache. They are right wherever they begin in a cache line."""
+    """The CPU streams results larger than the cache. They are right for every offset of out in a cache line."""
     a = torch.randn(last_level_cache() // 12 + 1, generator=torch.Generator().manual_seed(0))
     b, buffer = a.cos(), a.new_empty(len(a) + 130)
     parts = zip(a.chunk(8), b.chunk(8), strict=True)  # small parts, which are not streamed
@@ -130,7 +130,7 @@ def test_out_with_inputs_that_require_grad(device: str) -> None:
 
 
 def writes(device: str) -> dict[str, tuple[Callable[[torch.Tensor], object], torch.Tensor]]:
-    """Returns, for each operator that writes, a call that writes into its argument, and such an argument."""
+    """Returns, for each operator that writes, a call that writes into its argument, and a tensor for this argument."""
     ops, ones = torch.ops.extension_cpp, torch.ones(3, 3, device=device)
     target, scale = torch.arange(3, device=device), torch.ones(1, device=device)
     return {
@@ -143,8 +143,8 @@ def writes(device: str) -> dict[str, tuple[Callable[[torch.Tensor], object], tor
 
 
 def test_what_is_written_counts_a_version(device: str) -> None:
-    """Writes count a version where PyTorch's own operators do, so that a backward that needs the old values raises. The
-    result is right in views, too."""
+    """Operators that write into an argument increase its version counter where PyTorch's own do, so that a backward
+    that needs the old values raises an error. Writes into a view are right, too."""
     every = writes(device)
     ours = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
     written = {name.split("::")[1] for name in ours if "!" in str(overload_of(name)._schema)}
@@ -172,7 +172,7 @@ def test_what_is_written_counts_a_version(device: str) -> None:
 
 
 def test_operators_that_write_refuse_every_argument_that_requires_grad(device: str) -> None:
-    """Operators that write refuse every argument that requires grad, because they have no derivative."""
+    """Operators that write raise an error if any argument requires grad, because they have no derivative."""
     for write, x in writes(device).values():
         with Calls() as calls:
             write(x.clone())
@@ -218,7 +218,7 @@ def test_a_graph_counts_versions_and_writes_again(device: str) -> None:
 
 
 def test_out_is_functionalized(device: str) -> None:
-    """The schema marks out as written, so that a compiled graph reads out after the op."""
+    """The schema marks out as written, so that compiled code that reads out after the op gets the new values."""
     a, b, expected = inputs((33, 65), device)
 
     def step(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +234,7 @@ def test_out_is_functionalized(device: str) -> None:
 
 
 def test_gradients_only_for_what_needs_them(device: str) -> None:
-    """If only b requires a gradient, only a is saved."""
+    """If only b requires a gradient, only a is saved for backward."""
     a, b, _ = inputs((33, 65), device)
     b.requires_grad_()
     saved: list[torch.Tensor] = []
@@ -267,7 +267,7 @@ print(level().decode())
 
 @pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
 def test_rounded_once_where_the_instruction_exists(level: str) -> None:
-    """a * b - 1 is rounded once. b is 1 / a rounded, so that the result is the rounding error of b, which a rounded
+    """muladd rounds a * b - 1 once. b is 1 / a rounded, so that the result is about b's rounding error, which a rounded
     product would lose. The baseline of x86 has no fused multiply-add and does round the product."""
     environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
     done = python("-c", FUSED, env=environment)

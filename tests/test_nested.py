@@ -1,4 +1,4 @@
-"""Tests jagged nested tensors: the ops run on their values, or refuse them with a message."""
+"""Tests jagged nested tensors: an op runs on their values(), or raises an error message."""
 
 import copy
 import warnings
@@ -17,7 +17,7 @@ every_op = pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get
 
 
 def test_which_ops_run_on_rows() -> None:
-    """The ops handle nested tensors as docs/ops.md says. The other tests here read the entries of ops.py."""
+    """NESTED, which comes from the entries of ops.py, is as docs/ops.md says. The other tests here rely on it."""
     by_rows = {"muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "bias_gelu", "swiglu", "geglu", "dropout"}
     by_rows |= {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"}
     scans = {"cumsum", "logcumsumexp", "linear_recurrence"}
@@ -26,14 +26,14 @@ def test_which_ops_run_on_rows() -> None:
 
 
 def offsets(device: str) -> Tensor:
-    """Returns the offsets of four rows with 3, 0, 4 and 1 elements."""
+    """Returns the offsets of four components with 3, 0, 4 and 1 rows."""
     return torch.tensor([0, 3, 3, 7, 8], device=device)
 
 
 @every_op
 @pytest.mark.parametrize("shape", [(8, 6), (8, 4, 6)], ids=str)
 def test_nested_is_on_values(spec: OpSpec, shape: tuple[int, ...], device: str) -> None:
-    """The result has the bits of a call on values(), with and without gradients, and the input's offsets."""
+    """A result has the bits of a call on the input's values(), with and without gradients, and the input's offsets."""
     lengths = offsets(device)
     for sample in spec.sample_inputs(maker(device, torch.float32), shape):
         if any(isinstance(arg, tuple) and len(arg) == len(shape) for arg in sample.args):
@@ -73,7 +73,7 @@ def test_converted_modules(norm: torch.nn.Module, device: str) -> None:
 
 
 def refused() -> dict[str, tuple]:
-    """Returns each error message with a call that raises it."""
+    """Returns error messages, each with a call that raises it."""
     values, weight = torch.ones(8, 6), torch.ones(6)
     x = torch.nested.nested_tensor_from_jagged(values, offsets("cpu"))
     others = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 2, 4, 8]))

@@ -16,7 +16,7 @@ OFFSETS, LENGTHS = (0, 3, 3, 7, 9), (2, 0, 4, 1)
 @pytest.mark.parametrize("shape", [(9, 6), (9, 4, 6)], ids=str)
 @pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get(x.name) is BY_ROWS], ids=str)
 def test_lengths_stay(spec: OpSpec, shape: tuple[int, ...], device: str) -> None:
-    """Results and gradients have the input's offsets and lengths, and the bits of a call on values()."""
+    """Results and gradients have the nested input's offsets and lengths, and the bits of a call on its values()."""
     offsets, lengths = (torch.tensor(each, device=device) for each in (OFFSETS, LENGTHS))
 
     def jagged(x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def test_lengths_stay(spec: OpSpec, shape: tuple[int, ...], device: str) -> None
 
     for sample in spec.sample_inputs(maker(device, torch.float32), shape):
         if any(isinstance(arg, tuple) and len(arg) == len(shape) for arg in sample.args):
-            continue  # normalizes over the jagged dimension, which is refused
+            continue  # normalizes over the jagged dimension, which raises an error
 
         def call(is_nested: bool, sample: Any = sample) -> list[Tensor]:
             given, leaves = [], []

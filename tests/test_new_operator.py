@@ -1,4 +1,4 @@
-"""Tests `new --schema`: which schemas it reads or refuses, and that its files compile and pass."""
+"""Tests `new --schema`: which schemas it reads or rejects, and that the files it writes compile and pass the tests."""
 
 import argparse
 import re
@@ -128,7 +128,7 @@ def test_options_of_a_schema_go_with_one(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "error: --dtype goes with --schema\n"
 
 
-# The names must differ from those of any op that a reader may add.
+# The names of these ops must differ from those of any op that a reader may add.
 PLANTED = {
     "planted_topk": [
         *["planted_topk(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)", "--dtype", "indices=int64"],
@@ -279,7 +279,7 @@ def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.Capt
     for name in PLANTED:
         assert command.main(["remove", name]) == 0
     after = contents(tree)
-    assert {path for path in before if after[path] != before[path]} <= {Path("extension_cpp/ops.py")}  # its marks stay
+    assert {path for path in before if after[path] != before[path]} <= {Path("extension_cpp/ops.py")}  # imports stay
     assert after.keys() == before.keys()
 
 
@@ -307,7 +307,7 @@ WRITE = "write the formula"
 
 
 def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[str]]:
-    """Runs the tests of these ops. Returns the failed tests that do not mention a missing formula, and the others."""
+    """Runs the ops' tests. Returns the names of the failed tests without the message WRITE, and of those with it."""
     words = " or ".join(names)
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *files, "-k", words, cwd=tree)
     reports = re.split(r"\n_{3,} (\S+) _{3,}\n", done.stdout)
@@ -347,7 +347,7 @@ def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     for name, formula in FORMULAS.items():
         text = re.sub(rf" +raise NotImplementedError\(.* of {name} in .*", indent(formula, "    "), text)
     reference.write_text(text)
-    others, missing = battery(tree, [*PLANTED], "tests/battery")  # each failure names the kernels that lack a formula
+    others, missing = battery(tree, [*PLANTED], "tests/battery")  # now each failure names a kernel without formula
     assert not others and missing
     for name, formulas in KERNELS.items():
         kernel = tree / "extension_cpp" / "csrc" / name / f"{name}_cpu_kernel.h"

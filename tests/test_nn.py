@@ -51,8 +51,8 @@ def test_copies_and_pickles(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("module", MODULES + ADD, ids=lambda module: type(module).__name__)
 def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
-    """An exported program works for any number of rows after it is saved and loaded. It contains the operators with a
-    derivative, not the no-grad overloads."""
+    """An exported program works for any number of rows after it is saved and loaded. It calls the operators that have a
+    derivative, not their no-grad overloads."""
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     inputs = tuple(torch.randn(4, 33) for _ in range(1 + (module in ADD)))
     with torch.set_grad_enabled(gradients):
@@ -69,8 +69,8 @@ def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
 
 @pytest.mark.slow
 def test_ahead_of_time_inductor(tmp_path) -> None:
-    """A library that AOTInductor compiles from a program calls our ops, for any number of rows. The quick tier exports
-    these modules, and compiles one library with every op in tests/battery/test_graphs.py."""
+    """AOTInductor compiles a program to a library that calls our ops, for any number of rows. Without --slow, these
+    modules are only exported, and tests/battery/test_graphs.py compiles one library that has every op."""
     model = torch.nn.Sequential(LayerNorm(33), torch.nn.Linear(33, 8), RMSNorm(8))
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_inplace_activations(kind: type, torch_kind: type) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_onnx_does_not_know_the_operators(dynamo: bool) -> None:
-    """ONNX export fails, as docs/compatibility.md says, and names the operator, which a user may translate."""
+    """ONNX export fails, as docs/compatibility.md says. The error names the operator, which a user may translate."""
     if dynamo and importlib.util.find_spec("onnxscript") is None:
         pytest.skip("onnxscript, which this exporter needs, is not installed")
     model = torch.nn.Sequential(LayerNorm(8))
@@ -175,7 +175,7 @@ CAPTURED = [*MODULES, Dropout(0.3), AddLayerNorm(33, p=0.3), AddRMSNorm(33, p=0.
 
 @pytest.mark.parametrize("module", CAPTURED, ids=lambda module: type(module).__name__)
 def test_symbolic_trace(module: torch.nn.Module) -> None:
-    """symbolic_trace works also in training, and the graph draws new random numbers at each run."""
+    """symbolic_trace works also in training. Each run of the traced graph draws new random numbers."""
     inputs = [torch.randn(4, 33) for _ in range(1 + isinstance(module, (AddLayerNorm, AddRMSNorm)))]
     with torch.no_grad():
         traced = torch.fx.symbolic_trace(module)
@@ -276,7 +276,7 @@ def test_cross_entropy_loss_beside_torch(options: dict[str, Any], device: str) -
     largest = torch.nn.functional.cross_entropy(logits, logits.argmin(1), reduction="sum").item()
     for target in (torch.randint(0, 8, (16,), device=device), torch.rand(16, 8, device=device)):
         if target.is_floating_point() and "ignore_index" in options:
-            continue  # torch refuses probabilities with ignore_index
+            continue  # torch accepts no probabilities with ignore_index
         got, want = ours(logits, target), stock(logits, target)
         assert ("cross_entropy" in type(got.grad_fn).__name__) != target.is_floating_point()
         gradients = (torch.autograd.grad(loss.sum(), logits)[0] for loss in (got, want))
@@ -319,7 +319,7 @@ def test_linear_cross_entropy_loss(device: str) -> None:
 
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
-    """No modules of the package import each other in a circle at module level, but imports inside functions may."""
+    """The package's modules do not import each other in a circle at module level. Imports inside functions may."""
     imports: dict[str, set[str]] = {}
     package = Path(extension_cpp.__file__).parent
     files = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}

@@ -1,4 +1,4 @@
-"""Tests what only the norms promise: mixed dtypes, many rows, frozen weights, the modules, and two GPUs."""
+"""Tests what only the norms have: mixed dtypes, many rows, frozen weights, modules, and the use of two GPUs."""
 
 import itertools
 import threading
@@ -83,8 +83,8 @@ def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
 @pytest.mark.parametrize("cols", [8, 33, 1025, 4096, 16384, 20008, 20011, 40960])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device: str) -> None:
-    """If all elements of a row are equal, the result is the bias, as in PyTorch. An error in the last bit of the mean
-    would be magnified by 1 / sqrt(eps): 4e4 * 2**-24 / sqrt(eps) is near 1."""
+    """If all elements of a row are equal, the result is the bias, as in PyTorch. An error in the mean's last bit would
+    be magnified by 1 / sqrt(eps) to a large error of the result: 4e4 * 2**-24 / sqrt(eps) is near 1."""
     values = torch.tensor([0.0, -3.0, 0.1, 4e4, -4.6e4], device=device).to(dtype)
     x = values[:, None].expand(-1, cols).contiguous()
     weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
@@ -96,7 +96,7 @@ def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device:
 @pytest.mark.parametrize("cols", [33, 64, 1000, 5120, 20000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, cols: int, device: str) -> None:
-    """A bad estimate of the mean, which kernels take from the first elements for the variance, costs no accuracy."""
+    """Results are right if the first elements of a row, by which kernels estimate its mean, are far from the mean."""
     for far, count in itertools.product((1e3, -1e5), (1, 16, 31, 32)):
         x = torch.randn(5, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x[:, :count] += far
@@ -127,7 +127,7 @@ def test_float32_rows_of_one_value_have_no_negative_variance(cols: int, device: 
 @pytest.mark.parametrize("cols", [8, 33, 1025, 4096, 16384, 20008, 20011, 40960, 50257, 131072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_whose_squares_are_beyond_float(dtype: torch.dtype, cols: int, device: str) -> None:
-    """For numbers up to 1e16 the sum of squares fits into float32, but the square of the sum of half a row does not."""
+    """layer_norm is right if the square of the sum of half a row exceeds float32, but the sum of squares does not."""
     x = (10 ** torch.linspace(0, 16, 33, device=device))[:, None].repeat(1, cols).to(dtype)
     x[:, cols // 2 :].neg_()
     y = extension_cpp.layer_norm(x, (cols,))
@@ -172,7 +172,9 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
     exact = getattr(reference, name)(*norm_arguments(name, x.double(), *doubles))
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
     for a, b in zip(got, want, strict=True):
-        # For float32 partial sums of terms near 1, the error grows as sqrt(rows), relative to a sum of up to `rows`.
+        # Weight gradients are float32 sums of `rows` terms near 1. Their error grows as sqrt(rows), relative to the
+        # largest gradient.
+        # sqrt(rows).
         assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.float32).eps * 131072**0.5 * max(b.abs().max(), 1)
 
 
@@ -180,7 +182,7 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: str) -> None:
     """With float32 parameters, as in a model under autocast, results and gradients have PyTorch's dtypes, and its
-    values up to a rounding. Compiled code, whose graph contains the cast, gives eager's bits."""
+    values up to 33 eps. Compiled code, whose graph contains the cast, gives the bits of an eager call of our op."""
     ours = getattr(extension_cpp, name)
     inputs = [
         torch.randn(9, 33, device=device).to(dtype),

@@ -1,4 +1,4 @@
-"""Tests the norms' kernels, of which a GPU has many: all widths, few and many rows, all alignments, strided rows."""
+"""Tests the norms with inputs for all GPU kernels: many widths, few and many rows, all alignments, strided rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights: torch.dtype, device: str) -> None:
-    """Checks that the gradients are near float64's."""
+    """Checks that the gradients of a norm are near those that the reference gives in float64."""
     x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(weights) for _ in range(2))
 
@@ -30,16 +30,16 @@ def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights
     got = gradients(getattr(extension_cpp, name), x, weight, bias)
     want = gradients(getattr(reference, name), *(t.detach().double() for t in (x, weight, bias)))
     for a, b in zip(got, want, strict=True):
-        # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The other gradients are
-        # sums in trees with log2(cols) roundings.
+        # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The gradient of x has
+        # sums over a row in a tree, with log2(cols) roundings.
         sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
         assert ((a.double() - b).abs() <= torch.finfo(a.dtype).eps * b.abs() + sums * b.abs().max()).all(), cols
 
 
 def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
-    """Returns problems (op, dtype, rows, columns) for each row of the table of plans (csrc/rows/plan.h).
+    """Returns inputs (op, dtype, rows, columns) that use all rows of the table of kernel plans (csrc/rows/plan.h).
 
-    A row of the table has one problem for each number of threads within a warp, and one for more than a warp.
+    A row of the table gets one input for each number of threads up to a warp, and one for more threads.
     """
     seen: set[tuple[int, int]] = set()
     found = []
@@ -76,7 +76,7 @@ def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
 
 
 def test_every_plan(device: str) -> None:
-    """Results and gradients are right for every plan in the table of csrc/rows/plan.h."""
+    """Results and gradients are right for inputs that use every kernel plan in the table of csrc/rows/plan.h."""
     problems = problems_of_every_plan()
     if device != "cuda":
         pytest.skip("there is a problem for each row of the table; only a GPU runs it by that row")
@@ -85,7 +85,7 @@ def test_every_plan(device: str) -> None:
         check(spec, next(iter(spec.sample_inputs(maker(device, getattr(torch, dtype)), (rows, cols)))))
 
 
-ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # of 4096; the first five for the CPU, which takes 64 rows at a time
+ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # row counts; the CPU, with blocks of 64 rows, gets the first five
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,8 +111,8 @@ def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_a_row_does_not_depend_on_how_many_there_are(
     dtype: torch.dtype, gap: int, cols: int, name: str, device: str
 ) -> None:
-    """A row has the same bits alone and in a large tensor, for which a GPU uses an L2 policy and other clusters."""
-    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels
+    """A row has the same bits in a small tensor and in a large one, for which a GPU uses other kernels and L2 hints."""
+    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels on a GPU
     step = max(1, size // (cols * dtype.itemsize) // 8) * 8  # parts begin at multiples of 16 bytes
     x, grad_out = (torch.randn(parts * step, cols + gap, device=device).to(dtype)[:, :cols] for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
@@ -141,7 +141,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(
 def test_gradients_of_large_tensors(
     dtype: torch.dtype, weights: str, cols: int, mib: int, name: str, device: str
 ) -> None:
-    """Gradients of large tensors are right. On a GPU, smaller tensors use other kernels."""
+    """Gradients of large tensors are right. On a GPU, small tensors use other kernels than large ones."""
     if device == "cpu" and mib != 34:
         pytest.skip("the number of rows decides only on the GPU which kernel takes them")
     rows = (mib << 20) // (2 * cols) // (1 if device == "cuda" else 64)
@@ -153,8 +153,8 @@ def test_gradients_of_large_tensors(
     "dtype, weights", [(torch.float32, torch.float32), *((x, w) for x in HALF for w in (x, torch.float32))], ids=str
 )
 def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name: str, device: str) -> None:
-    """Gradients are right for every width and kind of weights, on which a GPU's kernel depends. Smaller tensors use
-    others."""
+    """Gradients of large tensors are right for every width and dtype of weights. These two, and whether a tensor is
+    small, select a GPU's kernel."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = (17 << 20) // (dtype.itemsize * cols) // (1 if device == "cuda" else 128) + 1
         check_gradients(name, rows, cols, dtype, weights, device)
@@ -169,7 +169,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name
     ids=str,
 )
 def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
-    """Forward is right for every width, kind of weights, and few or many rows, on which a GPU's kernel depends."""
+    """Forward is right for every width, all kinds of weights, and few and many rows. These select a GPU's kernel."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         x = torch.randn(rows, cols, device=device).to(dtype)
@@ -181,7 +181,7 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
         )
         y = getattr(extension_cpp, name)(*given)
         exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-        # The bound of the next test, but with log2(16384) roundings, and two of weight and bias.
+        # The bound is that of the next test, but for trees of log2(16384) roundings. Weight and bias contribute two.
         bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
         assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
 
@@ -200,16 +200,16 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
     ids=str,
 )
 def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: int, name: str, device: str) -> None:
-    """Wide rows are right for weights of another dtype than x or no weights, which have kernels of their own on a GPU,
-    with one or two shapes for each width."""
+    """Wide rows are right for weights of another dtype than x's, and without weights. Both have separate kernels on a
+    GPU, with one or two launch shapes for each width."""
     rows = (130 << 20) // (cols * dtype.itemsize) // (1 if device == "cuda" else 256)
     x = torch.randn(rows, cols, device=device).to(dtype)
     pair = (None, None) if weights == "none" else [torch.randn(cols, device=device) for _ in "wb"]
     given = norm_arguments(name, x, *pair)
     exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
     y = getattr(extension_cpp, name)(*given)
-    # y is rounded once. The sums of a row are trees of log2(131081) roundings; the mean and rstd each contribute half
-    # of them. Weight and bias contribute two.
+    # y is rounded once. Mean and rstd are sums in trees, each with log2(131081) roundings of half an eps, which makes
+    # log2(131081) eps for both. Weight and bias contribute 2 eps.
     bound = torch.finfo(dtype).eps + 20 * torch.finfo(torch.float32).eps
     assert (y - exact).abs().max() <= bound * exact.abs().max()
 
@@ -222,8 +222,8 @@ def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: in
 def test_wide_rows_do_not_depend_on_those_behind_them(
     dtype: torch.dtype, weights: torch.dtype, cols: int, name: str, device: str
 ) -> None:
-    """A row does not depend on the rows after it. On a GPU a cluster processes several rows, the last cluster perhaps
-    fewer. compute-sanitizer detects a write beyond the last row."""
+    """A row does not depend on the rows after it. On a GPU a cluster processes several rows, and the last cluster
+    perhaps fewer than the others. compute-sanitizer detects a write beyond the last row."""
     x = torch.randn(33, cols, device=device).to(dtype)
     weight, bias = (torch.randn(cols, device=device).to(weights) for _ in "wb")
     whole = getattr(extension_cpp, name)(*norm_arguments(name, x, weight, bias))
@@ -235,8 +235,8 @@ def test_wide_rows_do_not_depend_on_those_behind_them(
 @every_norm
 @pytest.mark.parametrize("rows", [1, 7, 20, 37])
 def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
-    """Gradients of few wide rows are right. Scratch memory for partial weight gradients is no larger than the rows, and
-    compute-sanitizer detects a write beyond it."""
+    """Gradients of few wide rows are right. The scratch memory for partial weight gradients has no more rows than x,
+    and compute-sanitizer detects a write beyond this memory."""
     x, grad_out = (torch.randn(rows, 50257, device=device).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(50257, device=device, requires_grad=True) for _ in range(2))
     inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
@@ -253,7 +253,7 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layout: str, device: str) -> None:
-    """Rows that are too wide for one cluster's shared memory are right: the widest clusters or the plain kernels
+    """Rows that are too wide for one cluster's shared memory are right: the widest clusters or the generic kernels
     process them, with a whole row or a part of it in shared memory. Every run gives the same bits."""
     if device != "cuda":
         pytest.skip("the width decides only on the GPU which kernel takes a row")
@@ -269,7 +269,7 @@ def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layou
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, elements: int, device: str) -> None:
     """Rows are right if x begins `elements` after a multiple of 16 bytes, or grad_out one element after it. Weights
-    stay aligned. A GPU also has rows of which shared memory holds only a part."""
+    stay aligned. On a GPU some rows are so wide that shared memory holds only a part of a row."""
     make = maker(device, dtype)
 
     def make_off(shape: Sequence[int]) -> Tensor:
@@ -286,7 +286,7 @@ def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, element
 @every_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, device: str) -> None:
-    """Slices of a packed QKV give the bits of their contiguous copies, and no copy is made."""
+    """Slices of a packed QKV tensor give the bits of their contiguous copies, and no copy is made."""
     packed = torch.randn(5, 7, 3 * 64, device=device).to(dtype)
     function = getattr(extension_cpp, name)
     for part in packed.split(64, dim=-1):
@@ -306,7 +306,7 @@ def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, dev
 @pytest.mark.parametrize("rows, cols", [(40, 1024), (2100, 320), (2100, 1024), (2100, 1025), (40, 50257)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: int, device: str) -> None:
-    """If x, grad_out or both are slices, the gradients are those of contiguous copies, on a GPU with the same bits."""
+    """If x, grad_out or both are slices, the gradients are those of contiguous copies, and bitwise so on a GPU."""
     wide_x, wide_grad = (torch.randn(rows, cols + 8, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype).requires_grad_() for _ in range(2))
 

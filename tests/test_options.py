@@ -1,4 +1,4 @@
-"""Compares the public functions with the reference, for every combination of options other than the defaults."""
+"""Compares the public functions with the functions of reference.py for combinations of their options."""
 
 import inspect
 import itertools
@@ -18,7 +18,7 @@ P = ({}, {"p": 0.0}, {"p": 0.3}, {"p": 1.0}, {"p": 0.3, "training": False}, {"p"
 
 
 def affine(*names: str) -> Iterator[dict[str, Any]]:
-    """Yields every subset of the named weights as keyword arguments."""
+    """Yields every subset of the named weights, as keyword arguments."""
     for given in itertools.product((True, False), repeat=len(names)):
         yield {name: torch.randn(6) for name, is_given in zip(names, given, strict=True) if is_given}
 
@@ -46,7 +46,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_options(dtype: torch.dtype, device: str) -> None:
-    """Results and gradients are the reference's. Both draw the same seed."""
+    """Results and gradients are those of the reference, which draws the same dropout seed."""
 
     def leaf(x: Any) -> Any:
         return x.to(device, dtype).requires_grad_() if isinstance(x, torch.Tensor) else x
@@ -66,7 +66,7 @@ def test_options(dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(ours, exact, msg=lambda text, message=message: f"{message}: {text}")
 
 
-# Names PyTorch's function for ours where it is not in torch.nn.functional.
+# PyTorch's functions that are not in torch.nn.functional, by the names of our functions.
 OF_TORCH = {"reduce_sum": torch.sum, "softmax": torch.softmax, "log_softmax": torch.log_softmax}
 
 
@@ -78,7 +78,7 @@ OF_TORCH = {"reduce_sum": torch.sum, "softmax": torch.softmax, "log_softmax": to
     ),
 )
 def test_arguments_have_the_names_of_torch(name: str) -> None:
-    """A call of PyTorch's function with keywords also works with ours."""
+    """A call of PyTorch's function with keyword arguments also works with our function of this name."""
     function = getattr(extension_cpp, name)
     assert next(iter(inspect.signature(function).parameters)) == "input"
     assert inspect.signature(getattr(extension_cpp.reference, name)).parameters.keys() >= {"input"}
@@ -96,7 +96,7 @@ WITH_DIM = [name for name, function in FUNCTIONS.items() if "dim" in inspect.sig
 
 @pytest.mark.parametrize("name", WITH_DIM)
 def test_dim_is_an_int(name: str) -> None:
-    """dim must be an int. A bool is refused, as by PyTorch, because the operators would take True for 1."""
+    """dim must be an int. A bool raises an error, as in PyTorch, because the operators would take True for 1."""
     x = torch.randn(2, 3)
     function, args = FUNCTIONS[name], [x] * (2 if name == "linear_recurrence" else 1)
     for dim in (True, False, torch.tensor(True), numpy.bool_(True), 1.0, "1"):

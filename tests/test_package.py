@@ -27,7 +27,7 @@ def make(folder: Path, *words: str, name: str = "my_kernels") -> Path:
 
 
 def without_torch(tree: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Runs a command of a tree in a Python whose torch cannot be imported."""
+    """Runs a command in `tree`, a copy of the repository, with a Python whose torch cannot be imported."""
     (tree.parent / "torch.py").write_text("raise AssertionError('this command imports torch')")
     path = {"PYTHONPATH": str(tree.parent)}
     command = [sys.executable, "-m", "extension_cpp", *map(str, words)]
@@ -35,7 +35,7 @@ def without_torch(tree: Path, *words: object) -> subprocess.CompletedProcess[str
 
 
 def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
-    """Commands that write sources import no torch. With --in they change the named tree, by its own command."""
+    """Commands that write sources import no torch. With --in PATH they change the package that contains PATH."""
     folder, whole = tree.parent / "made", contents(tree)
     done = without_torch(tree, "new-package", folder, "--name", "my_kernels", *FIRST)
     assert done.returncode == 0, done.stderr
@@ -46,11 +46,11 @@ def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
         assert f"in {folder}:\n" in done.stdout and "my_kernels/ops.py" in done.stdout
     after = contents(folder)
     assert after.keys() == before.keys() and contents(tree) == whole
-    assert {path for path in before if after[path] != before[path]} <= {Path("my_kernels/ops.py")}  # its marks stay
+    assert {path for path in before if after[path] != before[path]} <= {Path("my_kernels/ops.py")}  # its imports stay
 
 
 def test_ops_of_schemas_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files made from a schema are formatted, for a package's first op and for one that its own command adds."""
+    """Files made from a schema are formatted, for a package's first op and for one that its own `new` command adds."""
     name = LONG
     folder = make(tmp_path / "a pâckage", *FIRST, "--op", "planted_scale", name=name)
     run_python("-m", name, "new", "planted_pick", *SECOND, cwd=folder)

@@ -8,8 +8,7 @@ The first lines of a diff name the file, the op and the test:
 The test "import" means that the import of the package fails.
 
 Only objects that the diff changes are compiled, at this machine's instruction set, and linked with the objects of the
-last build. Diffs of CUDA code need a GPU, and diffs for a test of the slow tier need --slow.
-"""
+last build. Diffs of CUDA code need a GPU. The diff that only a slow test catches needs --slow."""
 
 import dataclasses
 import json
@@ -69,7 +68,7 @@ def ninja(tool: str) -> str:
 
 
 def objects_of(mutant: Mutant) -> list[str]:
-    """Returns the objects that the change affects, of the op's folder and of this machine's instruction set."""
+    """Returns the object files that include the changed file, for the op's folder and this CPU's instruction set."""
     others = set(build_library.X86_LEVELS) - {level_here()}
     folder = mutant.file.parent.name
     if "common" in mutant.file.parts:
@@ -80,7 +79,7 @@ def objects_of(mutant: Mutant) -> list[str]:
         name, *inputs = entry.replace(": #deps", "\n").split("\n")
         parts = Path(name).parts
         sources = [Path(line.strip()).relative_to("../..") for line in inputs if line.strip().startswith("../../")]
-        # Several .cu or .cpp files may be compiled as one file, and its name is not that of any source.
+        # Several .cu or .cpp files may be compiled as one file, whose name is not that of any of them.
         together = any(source.suffix in (".cu", ".cpp") and source.parent.name == folder for source in sources)
         is_its_own = folder in parts or together or Path(name).stem == mutant.file.name
         if is_its_own and parts[0] not in others and mutant.file in sources:
@@ -90,7 +89,7 @@ def objects_of(mutant: Mutant) -> list[str]:
 
 
 def build(mutant: Mutant, csrc: Path, library: Path) -> None:
-    """Compiles the objects that the change affects, from csrc, and links them with those of the last build."""
+    """Compiles the objects that the change affects, from csrc, and links them with the others of the last build."""
     commands = {entry["output"]: shlex.split(entry["command"]) for entry in json.loads(ninja("compdb"))}
     replaced = {name: str(library.parent / name.replace("/", "_")) for name in objects_of(mutant)}
 
@@ -109,7 +108,7 @@ def build(mutant: Mutant, csrc: Path, library: Path) -> None:
 
 
 def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the test on a copy of the package with the change, and with only the op's spec."""
+    """Runs the mutant's test on a changed copy of the package, which has only the spec of the mutant's op."""
     shutil.copytree(
         extension_cpp.LIBRARY.parent, folder / "extension_cpp", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -126,7 +125,7 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
         build(mutant, folder / "extension_cpp" / "csrc", folder / "extension_cpp" / build_library.LIBRARY)
     if mutant.test == "import":
         return python("-c", "import extension_cpp", cwd=folder)
-    # Only files with the test are collected, without rewritten assertions, because both take most of the time.
+    # Collecting all files and rewriting assertions would take most of the time. Only files with the test are collected.
     tests = [path for path in (folder / "tests").rglob("test_*.py") if f"def {mutant.test}(" in path.read_text()]
     command = ["-m", "pytest", "-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests, "-k", mutant.test]
     command += ["--device", "cuda" if mutant.cuda else "cpu", *(["--slow"] if mutant.test == SLOW else [])]
@@ -140,7 +139,7 @@ def buildable(request: pytest.FixtureRequest) -> None:
 
 
 def needs(mutant: Mutant, config: pytest.Config) -> str:
-    """Says what this run lacks for the mutant, or returns ""."""
+    """Returns the reason why this run cannot test the mutant, or "" if it can."""
     if mutant.cuda and not torch.cuda.is_available():
         return "a CUDA mutant needs a GPU"
     if mutant.name == "device_guard_missing" and torch.cuda.device_count() < 2:
@@ -159,7 +158,7 @@ def test_right_code_is_what_the_sources_have(mutant: Mutant) -> None:
     assert mutant.right != mutant.wrong
 
 
-# The quick tier runs one diff of C and one of Python, and the slow tier runs all.
+# Without --slow one diff of C and one of Python are tested, and with --slow all diffs.
 QUICK = ("nan_swallowed", "fake_with_other_strides")
 
 

@@ -1,4 +1,4 @@
-"""Tests the runner of planted errors: it classifies errors in a tree of tiny tests, and each of its errors applies."""
+"""Tests tests/planted.py: its verdicts on errors in tiny modules, and that each error of planted_errors.py applies."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests docs/port.md: names in its table exist, and its steps port examples/port/before with the same results."""
+"""Tests docs/port.md: names in its table exist, and its steps turn examples/port/before into an op of equal results."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from tests.test_scaffold import run, run_python, with_objects
 
 tree = test_scaffold.tree  # imports the fixture
 PAGE = ROOT / "docs" / "port.md"
-HERE = "planted_index_sum"  # differs from the page's my_index_sum, which a reader may have made in this tree
+HERE = "planted_index_sum"  # differs from the page's my_index_sum, which a reader may have added to this repository
 
 
 def code(language: str) -> list[str]:
@@ -28,7 +28,7 @@ def table() -> list[list[str]]:
 
 
 def known_names() -> set[str]:
-    """Returns every word of the C, C++, CUDA and Python sources, which the right column of the table may name."""
+    """Returns every word of the C, C++, CUDA and Python sources. Only these may occur in the table's right column."""
     folders = [ROOT / "extension_cpp", ROOT / "templates"]
     suffixes = {".h", ".c", ".cpp", ".cu", ".cuh", ".py"}
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
@@ -45,7 +45,7 @@ def test_the_right_column_names_what_exists() -> None:
 
 
 def typed_in(tree: Path) -> None:
-    """Applies the page's edits: a diff's lines with - occur once in its file, and are replaced by those with +."""
+    """Applies the edits of the page. A diff's lines with - occur once in its file, and those with + replace them."""
     edits = code("diff")
     assert len(edits) == 4
     for edit in edits:
@@ -63,7 +63,7 @@ def typed_in(tree: Path) -> None:
 
 @pytest.fixture
 def ported(tree: Path) -> Path:
-    """Returns a copy of this tree after the page's commands and edits."""
+    """Returns a copy of this repository after the page's commands and edits."""
     new = next(text for text in code("sh") if " new " in text)
     words = shlex.split(new.replace("\\\n", " "), comments=True)
     assert words[:3] == ["python", "-m", "extension_cpp"]
@@ -83,7 +83,7 @@ def test_nothing_is_left_to_write(ported: Path) -> None:
 
 @pytest.mark.slow
 def test_before_and_after_have_the_same_results(ported: Path, tmp_path: Path, device: str) -> None:
-    """The extension before and the op after the port give the same results, and the op passes the battery."""
+    """The extension before the port and the op after it give the same results, and the op passes tests/battery."""
     before = ported / "examples" / "port" / "before"
     run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=before)
     environment = with_objects(ported)

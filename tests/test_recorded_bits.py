@@ -1,7 +1,7 @@
-"""Results have the recorded bits, on CPUs with FMA and on the GPUs of the record.
+"""Tests that results have the bits in recorded_bits.json, which were recorded on CPUs with FMA and on some GPUs.
 
 `python -m tests.test_recorded_bits cpu` (or cuda) records the bits of this machine in recorded_bits.json. A change of
-bits needs a line in CHANGELOG.md, and patch releases change none. An op is recorded when it is released.
+bits needs a line in CHANGELOG.md. Patch releases change no bits. An op is recorded when it is released.
 linear_cross_entropy is left out, because its bits are those of PyTorch's matrix products.
 """
 
@@ -27,7 +27,7 @@ SHAPES = [(5, 300), (3, 9001)]
 
 
 def make_exact(device: str, dtype: torch.dtype):
-    """Returns make(shape), which makes multiples of 1/16 up to 4: the same in every PyTorch, exact in every dtype."""
+    """Returns make(shape). It makes multiples of 1/16 up to 4: exact in every dtype, and equal in every PyTorch."""
     generator = torch.Generator().manual_seed(1)
 
     def make(shape: Sequence[int]) -> Tensor:
@@ -48,7 +48,7 @@ def digest(spec: OpSpec, dtype: torch.dtype, device: str) -> str:
 
 
 def processor(device: str) -> str:
-    """Returns the key of the record. Processors with the same key have the same bits."""
+    """Returns the key of this processor in recorded_bits.json. Processors with the same key must have the same bits."""
     if device == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     level = ctypes.CDLL(extension_cpp.LIBRARY).extension_cpp_cpu_level

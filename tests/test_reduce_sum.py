@@ -1,4 +1,4 @@
-"""Tests what only reduce_sum promises; tests/specs/reduce_sum.py has the rest."""
+"""Tests what only reduce_sum has. The battery tests the rest through tests/specs/reduce_sum.py."""
 
 import itertools
 import os
@@ -69,7 +69,7 @@ def test_no_worse_than_eager_on_long_sums(device):
     n = 1 << 24
     ramp = torch.linspace(0, 1, n, device=device)
     spike = torch.ones(n, device=device)
-    spike[0] = 2.0**24  # in float32, adding ones to it one by one would lose all of them
+    spike[0] = 2.0**24  # added to it one by one in float32, all ones would be lost
     alternating = torch.randn(n, device=device) * 1e4
     alternating[1::2] = -alternating[::2] + 1e-3
     for x in (torch.rand(n, device=device), ramp, spike, alternating):
@@ -82,7 +82,7 @@ def test_no_worse_than_eager_on_long_sums(device):
 def test_one_large_term_keeps_the_small_ones():
     x = torch.ones(1 << 20)
     x[5] = 2.0**24
-    # Only the terms that share a float lane and a batch with the large term can be lost.
+    # Only ones that are added in the float lane and the batch of the large term can be lost.
     assert abs(reduce_sum(x).item() - (2.0**24 + 2.0**20)) <= 64
 
 
@@ -107,7 +107,7 @@ torch.save(sums, sys.argv[1])
 
 def test_same_bits_for_any_threads_and_instruction_set(tmp_path):
     saved = []
-    for level in ("baseline", "v3", "v4"):  # a machine without a level runs its highest level instead
+    for level in ("baseline", "v3", "v4"):  # a CPU without this level runs its highest level instead
         path = tmp_path / f"{level}.pt"
         environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
         done = python("-c", DETERMINISM, path, env=environment)
@@ -158,8 +158,8 @@ def test_dims_are_what_torch_takes(dim: object, device: str) -> None:
     "shape, dim", [((3, 70001), 1), ((70001, 3), 0), ((300, 40, 301), (0, 2)), ((700, 1100), None)]
 )
 def test_sums_that_cancel(shape: tuple[int, ...], dim: object, dtype: torch.dtype, device: str) -> None:
-    """Sums stay in double between passes and chunks, so that the result is the exact sum rounded once, apart from
-    float32 lanes of a few dozen terms. Partial sums exceed float16's range and are much larger than the total."""
+    """Sums that cancel are right. They stay in double between passes and chunks, so that the result is the exact sum
+    rounded once, apart from float32 lanes of a few dozen terms. Partial sums exceed float16's range and the total."""
     generator = torch.Generator().manual_seed(0)
     size = 500.0 if dtype is torch.float16 else 1e4
     half = torch.randn(shape, generator=generator).mul(size).to(dtype)
@@ -176,7 +176,7 @@ def test_sums_that_cancel(shape: tuple[int, ...], dim: object, dtype: torch.dtyp
 
 
 def test_partial_sums_beyond_float16(device: str) -> None:
-    """Sums of 200,000 terms of 60000 and as many of -60000 are 0."""
+    """The sum of 200,000 terms of 60000 and 200,000 of -60000 is 0, although partial sums exceed float16's range."""
     for shape, dim in (((2, 400_000), 1), ((400_000, 2), 0)):
         x = torch.full(shape, 60000.0, dtype=torch.float16, device=device)
         x.narrow(dim, 200_000, 200_000).neg_()

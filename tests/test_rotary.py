@@ -1,4 +1,4 @@
-"""Compares rotary_embedding with functions of Hugging Face transformers, in models' layouts and without copies."""
+"""Compares rotary_embedding with functions of Hugging Face transformers, on q and k in the layouts of models."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def packed(width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """Checks sums of two products of numbers up to 5. transformers rounds each step, and our op rounds once."""
+    """Compares sums of two products of numbers up to 5. transformers rounds each product, and our op only the sum."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * 5 * torch.finfo(ours.dtype).eps)
 
@@ -108,8 +108,8 @@ def test_backward_with_unequal_halves(interleaved: bool, device: str) -> None:
     torch.testing.assert_close(ours, torch.einsum("hto,fto->htf", grad, matrix))
 
 
-# Widths of a row and of its rotated part. On a GPU, halves are whole vectors of 16, 8 or 4 bytes, or no whole vectors,
-# and the rest has one or two vectors. On the CPU they are one block, several blocks, or have tails.
+# Widths of a row and of its rotated part. On a GPU half of this part is whole vectors of 16, 8 or 4 bytes, or not, and
+# the rest of the row has one or two vectors. On the CPU a half is one block, several blocks, or has a tail.
 WIDTHS = [(64, 64), (128, 128), (80, 32), (96, 96), (72, 48), (40, 24), (20, 8), (18, 12), (10, 10), (7, 6), (5, 0)]
 WIDTHS += [(256, 192), (65, 64), (200, 136)]
 
@@ -117,8 +117,8 @@ WIDTHS += [(256, 192), (65, 64), (200, 136)]
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_widths_and_layouts(dtype: torch.dtype, interleaved: bool, device: str) -> None:
-    """Results are right for q and k that are contiguous, views of packed memory, or unaligned. The heads are no
-    multiple of a thread's heads, and the tokens no multiple of a tile."""
+    """Results are right for q and k that are contiguous, views of packed memory, or unaligned. The number of heads is
+    no multiple of those that a GPU thread processes, and the number of tokens no multiple of a tile."""
     make = maker(device, dtype)
     for (width, rotated), heads in zip(WIDTHS, itertools.cycle([(1, 1), (6, 2), (4, 0), (7, 1), (0, 3)]), strict=False):
         for layout in ("contiguous", "packed", "offset"):
@@ -173,7 +173,7 @@ def test_one_result_used(device: str) -> None:
 
 
 def test_autocast_of_mixed_dtypes(device: str) -> None:
-    """Autocast converts q and k to the wider of their dtypes, and unequal cos and sin to float32."""
+    """Autocast converts q and k to the wider of their dtypes, and cos and sin to float32 if their dtypes differ."""
     q, k = packed(64, torch.float32, device)
     cos, sin = (torch.cat([f, f], -1) for f in angles(64, device))
     half = torch.bfloat16

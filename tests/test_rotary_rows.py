@@ -1,5 +1,5 @@
-"""Tests rows of every even width. On the CPU the tail of a half row is 1 to 31 elements, which AVX-512 loads with masks
-or in half vectors (8 and 16 elements after 32, in rows of 80 and 96 columns)."""
+"""Tests rotary_embedding on rows of every even width. On the CPU the tail of a half row has 1 to 31 elements, which
+AVX-512 loads with masks. Tails of 8 and 16 elements after 32 (rows of 80 and 96 columns) are loaded in half vectors."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tests.specs.rotary_embedding import SPEC, factors
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_even_width(dtype: torch.dtype, interleaved: bool, device: str) -> None:
-    """Results are right for whole rows and for rows with three more columns than are rotated. The factors have the
-    dtype of a half type, or are float32."""
+    """Results are right if all columns are rotated, by factors of x's dtype, and if three columns are not rotated. In
+    the second case the factors of half types are float32."""
     make = maker(device, dtype)
     for rotated in range(2, 132, 2):
         cos, sin = factors(make, (3, rotated))

@@ -45,7 +45,7 @@ def test_rename_replaces_whole_words():
 
 
 def test_kernels_are_paired_by_name_and_then_by_code():
-    """Kernels are paired by name, and the rest by code. Several kernels of one name are compared in any order."""
+    """Kernels are paired by name, and kernels without a namesake by code. Those of one name may come in any order."""
     before = {"same": [("A",), ("B",)], "old": [("C",)], "edited": [("A", "B", "C")], "turned": [("A", "B")]}
     after = {"same": [("B",), ("A",)], "new": [("C",)], "edited": [("A", "X", "C", "Y")], "turned": [("B", "A")]}
     pairs = compare(before | {"gone": [("D",)]}, after | {"added": [("E",)]})

@@ -1,7 +1,7 @@
-"""Tests the commands new, remove and new-package: what they write, refuse and undo, and that it compiles.
+"""Tests the commands new, remove and new-package: what they write, reject and undo, and that their files compile.
 
-Names such as planted_op differ from the documents' examples, which readers give to their own ops, so that these tests
-also pass in a tree with such an op.
+Names such as planted_op are in no document, because readers give the names in documents' examples to their own ops. So
+these tests also pass in a repository with such an op.
 """
 
 import compileall
@@ -49,7 +49,7 @@ def run_python(*words, **options) -> subprocess.CompletedProcess:
 
 @functools.lru_cache(2000)
 def read(path: str, of: tuple[int, ...]) -> bytes:
-    """Reads a file, once for each set of file attributes."""
+    """Reads a file, and reads it again only if its attributes `of` have changed."""
     return Path(path).read_bytes()
 
 
@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 
 
 def copy_tree(folder: Path) -> Path:
-    """Returns a copy of this tree without built files, for the commands to work on. Its folder has an awkward name."""
+    """Returns a copy of this repository without built files. The folder's name has a space and an accent."""
     copy = folder / "a trée"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     return copy
@@ -92,15 +92,15 @@ def one_tree(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture
 def untouched(one_tree, monkeypatch) -> None:
-    """Provides one tree for all commands that refuse. It is compared with its original state once, after the last
-    command, because a comparison takes ten times as long as a command."""
+    """Provides one copy of the repository for all commands that must change nothing. It is compared with its first
+    state once, after the last of them, because a comparison takes ten times as long as a command."""
     monkeypatch.setattr(changes, "TREE", one_tree)
     monkeypatch.chdir(one_tree)
 
 
 def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) -> None:
-    """Runs `make lint` of a tree, with mypy, which is slow, only on request. clang-format checks `new`, or all
-    files."""
+    """Runs the linters of `make lint` in a folder, and mypy, which is slow, only on request. clang-format checks the
+    files `new`, or all files."""
     for module in ("ruff", "mypy", "clang_format"):  # `make lint` needs them, and `make test` does not
         pytest.importorskip(module)
     run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=folder)
@@ -205,14 +205,14 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["new", "an_op"], ["new", "an_op", "--kind", "accessor"], ["remove", "mish"]])
 def test_commands_refuse_a_folder_that_is_in_no_tree(untouched, one_tree, tmp_path, monkeypatch, capsys, words):
-    """Commands refuse a folder in no tree, and the folder of a package that is older than its command."""
+    """Commands report an error in a folder of no repository or package, and in a package without its own command."""
     monkeypatch.chdir(tmp_path)
     sentence = f"'{words[0]}' works on a checkout of extension_cpp or a package made by new-package, and {tmp_path} is"
     assert sentence in refused(capsys, *words)
     (tmp_path / "build_library.py").write_text('import os\nNAMESPACE = "my_kernels"  # of its operators\n')
     sentence = f"the package my_kernels in {tmp_path} has no command of its own"
     assert sentence in refused(capsys, *words) and sentence in refused(capsys, *words, "--in", str(tmp_path))
-    # The tree's own command runs with --in and in its folders: only that command refuses the name "common".
+    # With --in, and in a repository's folders, its own command runs: only that command rejects the name "common".
     assert "common" in refused(capsys, *words[:1], "common", "--in", str(one_tree / "docs"))
     monkeypatch.chdir(one_tree / "docs")
     assert "common" in refused(capsys, *words[:1], "common")
@@ -233,7 +233,7 @@ def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
     arguments = [what.split()[0], "planted_op", *what.split()[1:]]
     if what == "new-package":
         arguments = ["new-package", str(tmp_path / "far" / "away"), "--name", "my_kernels"]
-    monkeypatch.setattr(changes, "laid_out", lambda texts: texts)  # laying out at each stop would take most of the time
+    monkeypatch.setattr(changes, "laid_out", lambda texts: texts)  # formatting at each stop takes most of the time
     if what == "remove":
         assert command.main(["new", "planted_op"]) == 0
     before, at_interrupt = contents(tmp_path), signal.getsignal(signal.SIGINT)
@@ -300,8 +300,8 @@ def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     lint(tree, name == LONG, "extension_cpp", f"examples/{example}", new=[tree / path for path in new])
 
 
-# The quick tier makes packages of these kinds and runs the whole battery for their ops. For other kinds it checks the
-# files in a tree and runs the tests of FEW.
+# Without --slow, packages are made of these kinds alone. Ops of all kinds are made in a copy of the repository, where
+# the tests of FEW run.
 QUICK = ("pointwise", "rows", "reduction", "scan")
 PACKAGES = [("ab", "pointwise"), *((LONG, kind) for kind in QUICK[1:])]
 PACKAGES += [pytest.param(LONG, kind, marks=pytest.mark.slow) for kind in scaffold.OP_KINDS if kind not in QUICK]
@@ -315,7 +315,7 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
         assert not TRACES.search(str(path)) and "extension_cpp" not in str(path)
         if text is not None and path.name not in ("LICENSE", "copied.sha256"):
             assert not TRACES.search(text.decode()) and b"extension_cpp" not in text.lower(), path
-        if text is not None and path.parts[0] == "tests":  # the modules and sources it names are in the package
+        if text is not None and path.parts[0] == "tests":  # the modules and sources that it names are in the package
             used = [f"tests/{module}*" for module in re.findall(r"\btests\.(\w+)", text.decode())]
             used += [f"tests/**/{source}" for source in re.findall(r'"(\w+\.c)"', text.decode())]
             assert not [pattern for pattern in used if not list(folder.glob(pattern))], path
@@ -348,7 +348,7 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
 
 
 def test_removed_leaves_nothing(tree, capsys):
-    """Removing ops one by one, in a tree with ops of all kinds and two of one, leaves no file and no object."""
+    """Removing ops one by one leaves no file and no object. There is an op of each kind, and a second of one."""
     before = contents(tree)
     names = {"other_op": scaffold.OP_KINDS[0]} | {f"planted_{kind}": kind for kind in scaffold.OP_KINDS}
     for name, kind in names.items():
@@ -392,8 +392,8 @@ def environment(device: str) -> dict[str, str]:
 
 
 def with_objects(tree: Path) -> dict[str, str]:
-    """Copies the objects of this tree's build into `tree`, so that only new code and the shims are compiled there.
-    Returns the environment for that build. It has no GPU code, because new code shares a file with other ops' code."""
+    """Copies the objects of this repository's build into `tree`, so that only new code and the shims are compiled
+    there. Returns the environment for a build without GPU code, where new code would share a file with other ops."""
     build, folder = read_build(), library_objects()
     if build is None or folder is None:  # this library was built elsewhere, or before its sources changed
         return environment("cpu") | {"DEBUG": "1"}
@@ -402,7 +402,7 @@ def with_objects(tree: Path) -> dict[str, str]:
 
 
 def check_versions(installed: Path, package: str) -> None:
-    """Checks that pip's version of an installed package is the package's own."""
+    """Checks that pip reports the version of an installed package that the package itself has."""
     ask = f"import {package}, importlib.metadata; print(importlib.metadata.version('{package}'), {package}.__version__)"
     names = run_python("-c", ask, cwd=installed).stdout.split()
     assert len(names) == 2 and names[0] == names[1] and "+" in names[0]
@@ -420,7 +420,7 @@ def test_library_that_is_older_than_its_sources(tree):
 
 # Rewriting the assertions of copied tests takes seconds, and only makes failures more readable.
 AS_IT_STANDS = ["--assert=plain"]
-# The tests of templates in the quick tier: values, gradients, fakes, refusals, and what only templates promise.
+# Selects, for pytest -k, tests of unchanged templates in runs without --slow: values, gradients, fakes, messages.
 FEW = "right_for_every_shape or opcheck or gradcheck or refuse_what or sentence or real_strides or test_mutation"
 FEW += " or dimensions"
 
@@ -430,11 +430,11 @@ NAME_LISTS = ["operators_are_documented", "function_is_documented", "demo_shows_
 
 
 def test_new_ops_compile_and_pass(tree, pytestconfig):
-    """Unchanged templates pass their tests, and the tests of lists of names still pass in their tree."""
+    """Ops from unchanged templates pass their tests, and tests that compare all ops with a list of names still pass."""
     same_build = with_objects(tree)
     kinds = [kind for kind in scaffold.OP_KINDS if kind != "rows"]
     ops = {"my_kernel_template": "rows"} | {f"kernel_template_{kind}": kind for kind in kinds}
-    for name, kind in ops.items():  # these names contain the placeholder
+    for name, kind in ops.items():  # these names contain the placeholder, kernel_template
         assert command.main(["new", name, "--kind", kind]) == 0
     assert "my_my_" not in "".join(str(path) for path in contents(tree))
     run(sys.executable, "build_library.py", cwd=tree, env=same_build)
@@ -457,7 +457,7 @@ def test_new_ops_compile_and_pass(tree, pytestconfig):
 
 
 def test_a_new_example_compiles_and_passes(tree, tmp_path):
-    """And what it compiles to needs no function of PyTorch or Python that is not of the stable ABI."""
+    """A new example compiles and passes. Its library needs no symbol of PyTorch or Python outside the stable ABI."""
     assert command.main(["new", "planted_op", "--kind", "accessor"]) == 0
     settings = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
     test = ["-m", "pytest", "-q", *AS_IT_STANDS, "-p", "no:cacheprovider", tree / "examples" / "planted_op"]
@@ -500,13 +500,13 @@ def test_the_whole_suite_passes_around_an_op(tree, kind):
 
 @pytest.mark.slow
 def test_a_new_package_with_the_newest_torch(tmp_path, device):
-    """The two commands of a new package's README work. The first makes an environment, which here all kinds share."""
+    """Both commands in the README of a new package work. The first makes an environment, which here all kinds share."""
     python_of_all = []
     for kind in scaffold.OP_KINDS:
         run_python("-m", "extension_cpp", "new-package", tmp_path / kind, "--name", "my_kernels", "--kind", kind)
         for target in ("test", "wheel"):
             done = run("make", target, *python_of_all, cwd=tmp_path / kind, env=environment(device))
-            assert "leaked" not in done.stderr  # Triton's binding reports objects that gc.freeze keeps as leaked
+            assert "leaked" not in done.stderr  # Triton's binding would report objects kept by gc.freeze as leaked
         python_of_all = [f"PYTHON={tmp_path / scaffold.OP_KINDS[0] / '.venv' / 'bin' / 'python'}"]
 
 

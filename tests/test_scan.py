@@ -1,4 +1,4 @@
-"""Tests scans: long lines that several threads share, bits that do not depend on other lines, recurrences, autocast."""
+"""Tests scans along rows or columns, called lines: long lines, equal bits beside other lines, recurrences, autocast."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ def randn(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("shape, dim", [((5 * PART + 7,), 0), ((PART + 1, 2), 0), ((2 * PART, 33), 0), ((1, PART), 1)])
 def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Sums along long lines are right, with the same bits for any number of threads and beside other lines."""
+    """Sums along long lines are right. Their bits are the same for any number of threads and beside other lines."""
     x = randn(shape, dtype, device)
     before = torch.get_num_threads()
     for exclusive, reverse in itertools.product((False, True), repeat=2):
@@ -45,7 +45,7 @@ def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device
         for other in results[1:]:
             assert torch.equal(other, results[0])
         exact = extension_cpp.reference.cumsum(x.double(), dim, **options)
-        # Half types round only the result. Others also round sums of 2^14 numbers, as does the float64 reference.
+        # Half types round only the result. float32 and float64 also round sums of 2^14 numbers, as the reference does.
         roundings = {torch.float64: x.shape[dim] ** 0.5, torch.float32: 32}.get(dtype, 1)
         bound = roundings * torch.finfo(dtype).eps * exact.abs().max().item()
         assert (results[0].double() - exact).abs().max().item() <= bound
@@ -68,7 +68,7 @@ def test_a_line_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lines", [1, 2, 33])
 def test_recurrences_round_a_step_once(lines: int, reverse: bool) -> None:
-    """A step rounds once on a CPU with fused multiply-adds: here a product's rounding error alone is left."""
+    """On a CPU with fused multiply-adds, a step a * h + b rounds once: the rounding error of a * h is left here."""
     if level_here() == "baseline":
         pytest.skip("the baseline rounds the product, too")
     small = 2.0**-12
@@ -105,7 +105,7 @@ SCANS = {
 @pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize("line", [(4096,), (4100,), (64, 64)], ids=str)
 def test_results_larger_than_the_cache(line: tuple[int, ...], scan: str) -> None:
-    """The CPU streams large results in whole cache lines. Results and gradients have the same bits as small ones."""
+    """Large results and gradients, which the CPU streams in whole cache lines, have the bits of small ones."""
     rows = last_level_cache() // 2 // (4 * math.prod(line)) + 1  # x and y exceed the cache together
     x = randn((rows, *line), torch.float32, "cpu").requires_grad_()
     y = SCANS[scan](x)
@@ -122,8 +122,8 @@ def test_results_larger_than_the_cache(line: tuple[int, ...], scan: str) -> None
 def test_logcumsumexp_keeps_small_terms_beside_0(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Small terms are not lost: log(1 + 63 exp(-17)) is below the rounding error of 1 + 63 exp(-17). The tolerance
-    allows each of 64 terms two roundings."""
+    """Small terms are not lost beside a term of exp(0). In float32, exp(-17) is below the rounding error of 1 +
+    exp(-17). The tolerance allows each of 64 terms two roundings."""
     x = torch.full(shape, -17.0, dtype=dtype, device=device)
     x.select(dim, 0).zero_()
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
@@ -164,8 +164,8 @@ def loop(
 @pytest.mark.parametrize("shape, dim", [((2 * PART + 7,), 0), ((PART + 33, 3), 0), ((1, PART + 1), 1)])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_long_recurrences(shape: tuple[int, ...], dim: int, reverse: bool, dtype: torch.dtype, device: str) -> None:
-    """Long recurrences are right. Factors are near 1, so that a state influences the next part. The bits are the same
-    for any number of threads and beside other lines."""
+    """Long recurrences are right. Factors are near 1, so that a state influences the part of the line that another
+    thread computes. The bits are the same for any number of threads and beside other lines."""
     make = maker(device, dtype, seed=dim)
     a = (1 - make(shape).detach().sigmoid() / 512).to(dtype)
     b, g = make(shape).detach(), make(shape).detach()
@@ -193,8 +193,8 @@ def test_long_recurrences(shape: tuple[int, ...], dim: int, reverse: bool, dtype
 @every_dtype
 @pytest.mark.parametrize("shape, dim", [((2 * PART + 7,), 0), ((PART + 33, 3), 0), ((1, PART + 1), 1)])
 def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Long lines are right. x rises slowly, so that the sums of many parts matter. The bits are the same for any number
-    of threads and beside other lines."""
+    """Long lines are right. x rises slowly, so that the sums of many parts of a line matter. The bits are the same for
+    any number of threads and beside other lines."""
     x = maker(device, dtype)(shape).detach()
     x = (x + torch.linspace(0, 4, shape[dim], device=device).view(-1, *(1,) * (len(shape) - 1 - dim))).to(dtype)
     g = maker(device, dtype, seed=1)(shape).detach()
@@ -215,7 +215,7 @@ def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype,
     exact_y = torch.logcumsumexp(x.double(), dim)
     y, grad = (t.double() for t in results[0])
     eps = torch.finfo(dtype).eps
-    # In float64 exact_y is rounded as often as y.
+    # In float64 the reference exact_y is rounded as often as y.
     assert (y - exact_y).abs().max() <= (64 if dtype is torch.float64 else 4) * eps * exact_y.abs().max()
     # Each gradient is a sum over later steps: exp(x[k]) * sum(g[j] * exp(-y[j])).
     z = x.double().requires_grad_()
@@ -224,7 +224,8 @@ def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype,
 
 
 def test_min_gru_beside_a_loop(device: str) -> None:
-    """States and all gradients of MinGRU equal a loop's, in both directions. The second half continues the first."""
+    """States and gradients of MinGRU equal those of a loop, in both directions. Two halves of a sequence give the same
+    states as the whole sequence."""
     for reverse in (False, True):
         layer = MinGRU(5, 7, reverse=reverse, device=device, dtype=torch.float64)
         x = torch.randn(2, 9, 5, device=device, dtype=torch.float64, requires_grad=True)
@@ -254,7 +255,7 @@ def test_min_gru_says_what_it_expects(shape: tuple[int, ...]) -> None:
 
 
 def test_autocast_promotes(device: str) -> None:
-    """Autocast promotes mixed dtypes, which are refused without it. cumsum gives float32 on CUDA, as torch's does."""
+    """Autocast promotes mixed dtypes, which raise an error without it. cumsum has the dtype of torch.cumsum."""
     a, b = torch.rand(4, 3, device=device), torch.randn(4, 3, device=device, dtype=torch.bfloat16)
     with torch.autocast(device, torch.bfloat16):
         h = extension_cpp.linear_recurrence(a, b, b[0])
@@ -293,8 +294,8 @@ SHARED = {"each head": (-1,), "each line": (1,), "each channel": (-2,), "each st
 def scans_of_slices(
     ops: Mapping[str, Callable[..., Tensor]], shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
 ) -> list[tuple[Callable[..., Tensor], list[Tensor]]]:
-    """Returns scans with their operands and the gradient of their result. No single stride steps through two
-    dimensions, except in dense factors that are shared along some. A last dimension of whole vectors is not sliced."""
+    """Returns functions that scan, with operands and the gradient of the result. In operands no single stride steps
+    through two dimensions, except in dense broadcast factors. A last dimension of whole vectors is not sliced."""
 
     def sliced(sizes: Sequence[int]) -> Tensor:
         steps = [1 if size == shape[-1] and size % 8 == 0 else 2 for size in sizes]
@@ -323,7 +324,7 @@ SHAPES += [((2,) * 8, 3), ((2, 2500, 3, 8), 1), ((2, 3, PART + 32), 2), ((5, 7, 
 @every_dtype
 @pytest.mark.parametrize("shape, dim", SHAPES, ids=str)
 def test_operands_without_a_common_stride(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Operands without a common stride are not copied, and give the bits of contiguous operands."""
+    """Operands in which no single stride joins two dimensions are not copied, and give the bits of contiguous ones."""
     ops = {name: getattr(extension_cpp, name) for name in ("cumsum", "logcumsumexp", "linear_recurrence")}
     scans, ours = scans_of_slices(ops, shape, dim, dtype, device), []
     names, _ = profiled(lambda: ours.extend(result_and_gradients(*each) for each in scans), device)
@@ -334,7 +335,7 @@ def test_operands_without_a_common_stride(shape: tuple[int, ...], dim: int, dtyp
 
 @pytest.mark.parametrize("shape", [(9_000_001,), (1_100_000, 8)], ids=str)
 def test_every_level_of_the_tree(shape: tuple[int, ...], device: str) -> None:
-    """Sums of more than 1,024 tiles, which take all levels of the GPU's tree, are exact for small whole numbers."""
+    """Sums of small whole numbers over more than 1,024 tiles, which a GPU adds in all levels of a tree, are exact."""
     x = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0)).float()
     exact, x = x.double().cumsum(0), x.to(device)
     one = torch.ones(1, device=device)
@@ -379,7 +380,7 @@ int main() {
 
 
 def test_a_line_is_cut_by_its_length_alone_on_a_gpu(tmp_path: Path) -> None:
-    """How a GPU kernel divides a line depends on its length and on the layout, never on how many lines there are."""
+    """How a GPU kernel divides a line depends on the line's length and on the layout, never on the number of lines."""
     source, program = tmp_path / "plans.cpp", tmp_path / "plans"
     source.write_text(PLANS)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", f"-I{build_library.CSRC}"]

@@ -1,7 +1,7 @@
-"""Tests the CUDA kernels of csrc/scan, compiled for the CPU (tests/c/cuda_on_cpu), as the battery tests an op.
+"""Tests the CUDA kernels of csrc/scan, compiled for the CPU (tests/c/cuda_on_cpu), by the checks of the battery.
 
-So the kernels are tested without a GPU, and their threads run in a random order. CTAs have fewer threads and groups
-have fewer tiles than on a GPU, so that lines of a few thousand steps reach all levels of the tree.
+So the kernels are tested without a GPU, and their threads run in a random order. CTAs have fewer threads, and groups
+have fewer tiles, than on a GPU. So a few thousand steps reach all levels of the tree that joins tiles.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from tests.test_scan import result_and_gradients, scans_of_slices
 from tests.test_scan_masks import along_rows_and_columns, check_gradients, check_sums, masked
 
 ON_CPU = Path(build_library.__file__).parent / "tests" / "c" / "cuda_on_cpu"
-# Replacements in the sources: of code that a C++ compiler does not know, and of sizes by smaller ones.
+# Replacements in the kernels' sources: code that a C++ compiler does not know, and sizes, which become smaller.
 CHANGES = {
     "scan_memory.cuh": {
         "extern __shared__ uint4 held[];": "static thread_local uint4 held[8192];",
-        # Checks that only a line's last tile writes its result, which is NaN before.
+        # Checks that a gradient of h0, which is NaN before, is written only once: by the line's last tile.
         "*element(p, p.grad_start, outer, 0, i) = p.from_acc(decay * state.v[0]);": (
             "T &grad = *element(p, p.grad_start, outer, 0, i);\n"
             '  if (p.to_acc(grad) == p.to_acc(grad)) on_cpu::fail("a gradient of h0 is written twice");\n'
@@ -87,14 +87,14 @@ def arguments(operands: int, exclusive: bool = False) -> type[ctypes.Structure]:
 
 
 class Kernels:
-    """Calls the kernels on the lines of tensors along dim."""
+    """Calls the compiled kernels, which scan tensors along dimension `dim`."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
     def run(self, op: str, dim: int, reverse: bool, tensors: list[Tensor | None], *exclusive: int) -> None:
-        """Launches an op. `tensors` has the order of the op's struct; h0 and its gradient lack the dimension dim. The
-        last dimension, if it is not dim, is `inner`, and the others are `outer`."""
+        """Launches an op. `tensors` has the order of the op's struct in scan.h. h0 and its gradient have no dimension
+        `dim`. The kernel's dimension `inner` is the last one unless this is `dim`, and `outer` joins the others."""
         first = tensors[0]
         assert first is not None
         dim %= first.dim()
@@ -143,7 +143,7 @@ def poisoned(like: Tensor) -> Tensor:
 
 
 def functions(kernels: Kernels) -> dict[str, Callable[..., Tensor]]:
-    """Returns the ops with their gradients. Inputs have at least one dimension and one element."""
+    """Returns the ops with autograd, which call `kernels`. Inputs have at least one dimension and one element."""
     # PyTorch's base class declares *args in backward, hence the type: ignore comments below.
 
     class Cumsum(torch.autograd.Function):
@@ -225,7 +225,7 @@ def with_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
 
 
 every_dtype = with_dtypes(torch.float64, torch.float32, torch.bfloat16)  # float16 has bfloat16's kernels
-# Rows for a part of a warp, for warps and for tiles; columns in one and in many tiles, of whole vectors and others.
+# Rows for a part of a warp, a warp, and many tiles; columns in one tile and in many, of whole vectors or not.
 SHAPES = [(1,), (3, 1), (70, 5), (3, 32), (2, 33), (1, 1000), (5, 3, 7), (2, 40, 8), (1, 900, 3), (1, 300, 8)]
 SHAPES += [(600, 33), (2, 1024)]
 
@@ -239,8 +239,8 @@ def test_right(spec: OpSpec, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_less_shared_memory(spec: OpSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run on GPUs with less shared memory: 64 to 163 KB per CTA, where an H100 has 227 KB. With a quarter of
-    the threads, 17 KB here are too little for linear_recurrence along rows."""
+    """Results are right on GPUs with 64 to 163 KB of shared memory per CTA, where an H100 has 227 KB. CTAs here have a
+    quarter of the threads, and only 17 KB, in which row kernels of linear_recurrence do not fit."""
     monkeypatch.setenv("CUDA_ON_CPU_SHARED_MEMORY", "17000")
     for shape in [(3, 100), (2, 40, 8), (1, 300, 8)]:
         for sample in spec.sample_inputs(maker("cpu", dtype), shape):
@@ -249,7 +249,7 @@ def test_less_shared_memory(spec: OpSpec, dtype: torch.dtype, monkeypatch: pytes
 
 @every_dtype
 def test_vectors_at_any_address(spec: OpSpec, dtype: torch.dtype) -> None:
-    """Results are right for rows with a gap of three elements, which begin at any alignment."""
+    """Results are right for rows with a gap of three elements between them, so that they begin at any alignment."""
     for shape in [(5, 33), (9, 64), (3, 40, 16)]:
         for sample in spec.sample_inputs(maker("cpu", dtype, layout="padded"), shape):
             check(spec, sample, "padded", "padded rows")
@@ -283,7 +283,7 @@ COLUMNS = [((2, 300, 3, 8), 1), ((2, 40, 3, 5), 1), ((2, 3, 9, 4), 2)]
 def test_operands_without_a_common_stride(
     kernels: Kernels, shape: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> None:
-    """Operands without a common stride give the bits of contiguous operands."""
+    """Operands in which no single stride joins two dimensions give the bits of contiguous operands."""
     for scan, operands in scans_of_slices(functions(kernels), shape, dim, dtype, "cpu"):
         whole = result_and_gradients(scan, [x.contiguous() for x in operands])
         assert all(map(torch.equal, result_and_gradients(scan, operands), whole))
@@ -291,7 +291,7 @@ def test_operands_without_a_common_stride(
 
 @pytest.mark.parametrize("shape, dim", [((3, 64), 1), ((64, 40), 0)])
 def test_logcumsumexp_keeps_small_terms_beside_0(kernels: Kernels, shape: tuple[int, ...], dim: int) -> None:
-    """Small terms are not lost, as in the test of this name in test_scan.py."""
+    """Small terms are not lost beside a term of exp(0), as in the test of this name in test_scan.py."""
     x = torch.full(shape, -17.0)
     x.select(dim, 0).zero_()
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
@@ -311,7 +311,7 @@ def test_prefixes_of_minus_infinity_get_gradient_0(kernels: Kernels, dim: int, d
 @pytest.mark.parametrize("shape, dim", [((2, 120_001), 1), ((1, 5_000, 3), 1)])
 def test_all_levels_of_the_tree(kernels: Kernels, shape: tuple[int, ...], dim: int) -> None:
     """With more than FAN * FAN tiles, sums of small whole numbers are exact. Other numbers give the same bits in every
-    run and beside other lines."""
+    run, and in a call with fewer lines."""
     cumsum, log_sum, recurrence = functions(kernels).values()
     whole = torch.randint(-3, 4, shape).float()
     for exclusive, reverse in itertools.product((False, True), repeat=2):
@@ -326,7 +326,7 @@ def test_all_levels_of_the_tree(kernels: Kernels, shape: tuple[int, ...], dim: i
     a, b = torch.rand(shape), torch.randn(shape)
     first = results(a, b)
     assert all(map(torch.equal, first, results(a, b)))
-    # A number passes at most 64 steps of a thread and 36 joins. Each rounds an exp and a sum.
+    # A term passes through at most 64 steps of a thread and 36 joins. Each of these rounds an exp and a sum.
     atol = 100 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(first[1].double(), b.double().logcumsumexp(dim), rtol=0, atol=atol)
     some = (slice(None), slice(None), slice(2)) if len(shape) == 3 else (slice(1),)

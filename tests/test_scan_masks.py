@@ -1,4 +1,4 @@
-"""Tests logcumsumexp of lines that begin with masked elements, which are -inf."""
+"""Tests logcumsumexp of rows and columns that begin with masked elements, which are -inf."""
 
 import math
 from collections.abc import Callable
@@ -19,15 +19,15 @@ along_rows_and_columns = pytest.mark.parametrize("dim", [1, 0], ids=["rows", "co
 
 
 def masked(length: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Returns lines and a mask of their first elements. A prefix has every length up to 67, and the lengths at the
-    borders of a block, a tile and a part."""
+    """Returns rows and a mask of the first elements of each row. The masked prefixes have every length up to 67. In
+    longer rows they have the lengths at the ends of a kernel's blocks, tiles and parts."""
     prefixes = [p for p in (range(length + 1) if length <= 67 else {*BORDERS, length - 1, length}) if p <= length]
     x = maker(device, dtype)((len(prefixes), length)).detach()
     return x, torch.arange(length, device=device) < torch.tensor(prefixes, device=device)[:, None]
 
 
 def check_gradients(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, mask: Tensor) -> None:
-    """Checks that masked elements have gradient 0, and others the bits as after finite elements of exponential 0."""
+    """Checks that masked elements have gradient 0, and others the bits that they have behind elements of LOW."""
     lines = (lambda t: t) if dim == 1 else (lambda t: t.t().contiguous())
     grad_y = maker(x.device.type, x.dtype, seed=1)(x.shape).detach()
     y, grad_x = result_and_gradients(lambda z: scan(z, dim), [lines(x.masked_fill(mask, -math.inf)), lines(grad_y)])
@@ -39,9 +39,9 @@ def check_gradients(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, 
 
 
 def check_sums(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, mask: Tensor) -> None:
-    """Checks that the weights of a result of -inf are 0, and that those of others sum to 1, up to rounding."""
+    """Checks that the derivatives of each result by its inputs sum to 1, up to rounding, or are 0 if it is -inf."""
     length = x.shape[1]
-    x = x.masked_fill(mask, -math.inf)[:, None].expand(-1, length, length)  # one line for each result
+    x = x.masked_fill(mask, -math.inf)[:, None].expand(-1, length, length)  # one row for each result
     one_hot = torch.eye(length, dtype=x.dtype, device=x.device).expand(x.shape)
     if dim == 0:
         x, one_hot = x.mT.contiguous(), one_hot.mT.contiguous()

@@ -1,4 +1,5 @@
-"""Tests the kernels of examples/scan_steps: they compile, and are right on a GPU and the CPU (tests/c/cuda_on_cpu)."""
+"""Tests the kernels of examples/scan_steps: they compile, and are right on GPUs and, by tests/c/cuda_on_cpu, on
+CPUs."""
 
 import subprocess
 from pathlib import Path
@@ -19,14 +20,14 @@ def compiled_for_cpu(source: Path, folder: Path) -> steps.Scans:
     library = folder / f"lib{source.stem}.so"
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'tests/c/cuda_on_cpu'}"]
-    command += ["-U_FORTIFY_SOURCE"]  # the fortified longjmp refuses to switch stacks
+    command += ["-U_FORTIFY_SOURCE"]  # the fortified longjmp aborts when the stack changes
     subprocess.run([*command, "-x", "c++", source, "-o", library], check=True)
     return steps.Scans(library)
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> steps.Scans:
-    """Compiles the kernels with CTAs of 64 threads and tiles of 256 elements, so that a tree of 1,100 tiles is fast."""
+    """Compiles the kernels with CTAs of 64 threads and tiles of 256 elements, so that scans of 1,100 tiles are fast."""
     folder = tmp_path_factory.mktemp("on_cpu")
     for name, old, new in (
         ("first_steps.cuh", "THREADS = 256", "THREADS = 64"),
@@ -57,7 +58,7 @@ def is_right(scans: steps.Scans, step: str, shape: tuple[int, int], device: str)
     return torch.equal(y.double(), whole.cumsum(1, dtype=torch.float64))
 
 
-# Lengths at the ends of warps, chunks and tiles of the small build; unaligned rows; more rows than concurrent CTAs.
+# Lengths at the ends of warps, chunks and tiles of `on_cpu`; unaligned rows; more rows than concurrent CTAs.
 SHAPES = [(0, 5), (3, 0), (1, 1), (3, 31), (5, 32), (70, 33), (4, 255), (4, 256), (3, 257), (3, 1020), (2, 9003)]
 
 
@@ -69,13 +70,13 @@ def test_right(step: str, on_cpu: steps.Scans) -> None:
 
 
 def test_every_level_of_the_tree(on_cpu: steps.Scans) -> None:
-    """Sums of more than 1,024 tiles are right: whole groups, and a sum over a block of groups."""
+    """Sums of more than 1,024 tiles, for which the step fixed_tree needs all levels of its tree, are right."""
     torch.manual_seed(0)
     assert is_right(on_cpu, "fixed_tree", (1, 256 * 1070 + 3), "cpu")
 
 
 def test_right_as_it_is(tmp_path: Path) -> None:
-    """The kernels are right with the GPU's tile size."""
+    """The kernels are right with the tile size that they have on a GPU."""
     scans = compiled_for_cpu(steps.SOURCE, tmp_path)
     torch.manual_seed(0)
     for shape in ((2, 4096 + 4), (1, 4096 * 2 + 1)):
@@ -99,7 +100,7 @@ def test_numbers_that_are_not_finite_spread_forward_only(step: str, on_cpu: step
 
 
 def test_measured(on_cpu: steps.Scans, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every contender is measured in every shape, and the table lists all. A slow step is called once."""
+    """Every contender is measured in every shape, and the table lists all. A slow contender is called only once."""
     calls = measure.contenders(on_cpu)
     rows = [row for shape in ((6, 32), (1, 300)) for row in measure.measure(calls, torch.randn(shape), 9)]
     assert [*calls] == [*steps.STEPS, "torch.cumsum", "extension_cpp.cumsum"]

@@ -106,7 +106,7 @@ def run(function: Callable[..., Any], sample: Sample, leaves: list[Tensor], seco
 
 
 def grad_for(x: Any) -> Any:
-    """Returns the gradient of a result x, placed like x. All parts of a partial sum get the same gradient."""
+    """Returns a gradient of result x with the placements of x. If x is a partial sum, the gradient is replicated."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     g = random_grad()(torch.empty(x.shape, dtype=x.dtype))
@@ -120,7 +120,7 @@ def whole(x: Any) -> Tensor:
 
 
 def run_on_mesh(spec: OpSpec, sample: Sample, mesh: Any, placements: list[Any]) -> Placed:
-    """Runs the op on DTensors. Tensors of the shape SHAPE get these placements, the others are replicated."""
+    """Runs the op on DTensors. Tensors of the shape SHAPE get `placements`, and other tensors are replicated."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     replicated = [Replicate()] * mesh.ndim
@@ -177,7 +177,7 @@ def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> Non
 
 
 def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: list[Tensor], what: str) -> None:
-    """Checks that no result or gradient was gathered without need."""
+    """Checks by the placements that no result or gradient was gathered without need."""
     expected = expected_placements(name, sample, d)
     for x in (*ours.outputs, *ours.outputs_no_grad):
         assert letters(x) == expected, f"{what}: {letters(x)}, expected {expected}"
@@ -198,7 +198,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
 
 
 def assert_values(name: str, sample: Sample, d: int | None, ours: Placed, exact: Placed, what: str) -> None:
-    """Expects the same bits if each row or element is computed alone. Matrix products of other sizes may differ."""
+    """Compares with one process: bitwise where each row or element is computed alone, and otherwise up to rounding."""
     stays = d in row_dims(name, sample)
     is_mean = name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
     is_over_classes = name == "cross_entropy" and d == 1
@@ -231,7 +231,7 @@ def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
 
 
 def check_every_op_has_a_rule(mesh: Any) -> None:
-    """Every operator and no-grad overload has a sharding rule. An operator with NONE in its entry refuses DTensors."""
+    """Every op and no-grad overload has a sharding rule. An op with NONE in its entry raises an error for DTensors."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     from extension_cpp.distributed import sharding
@@ -243,7 +243,7 @@ def check_every_op_has_a_rule(mesh: Any) -> None:
     table = document.split("## What stays sharded")[1].split("\n* ")[0].splitlines()
     listed = {name for line in table[4:] if line for name in line.split("|")[1].strip().split(", ")}
     new = tuple(spec.name for spec in all_specs() if spec.name not in listed)
-    # Only linear_cross_entropy calls the last two, on tensors of one process.
+    # Only linear_cross_entropy calls cross_entropy_chunk and cross_entropy_scale, on tensors of one process.
     refusing = {name for name, rule in SHARDING.items() if rule is NONE and not name.startswith(new)}
     assert refusing == {"muladd.out", "cross_entropy_chunk", "cross_entropy_scale"}
     x = distribute_tensor(torch.ones(4, device=DEVICE), mesh, [Replicate()])
@@ -272,13 +272,13 @@ def check_cache(mesh: Any) -> None:
 
 
 def check_cache_of_calls_with_bools(mesh: Any) -> None:
-    """A cached call with other bools is not reused. A backward operator has bools that say which gradients are needed,
-    and here x is frozen, then not, and so on."""
+    """Placements that PyTorch caches for a call are not used for calls with other bools. Bools tell backward operators
+    which gradients are needed, and x is frozen in some calls here."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     frozen_in_turn = ("scale_bias_relu", "bias_gelu", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
     for spec in (spec for spec in all_specs() if spec.name in (*frozen_in_turn, "linear_cross_entropy")):
-        # No other check has float64 tensors, whose calls are cached with all gradients.
+        # Other checks use other dtypes, for which calls with all gradients are in the cache. float64 is new there.
         sample = list(samples(spec, torch.float64))[-1 if spec.positional else 0]  # of a fused norm without dropout
         tensors = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor) and x.requires_grad]
         for needed in (tensors[1:], tensors, tensors[:1], tensors[1:2], tensors):
@@ -300,7 +300,7 @@ def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
 
 
 def check_rotary_of_batches(mesh: Any) -> None:
-    """Rotary embeddings are right for positions of each sequence or of all, and for uneven shares of processes."""
+    """Rotary embeddings are right for cos and sin of each sequence or of all, and if processes have uneven shards."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     make = maker(DEVICE, torch.float32)
@@ -349,7 +349,7 @@ def class_options(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
 
 def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: list[Tensor], what: str) -> list[Any]:
-    """Checks values and gradients, and returns the gradients."""
+    """Checks that a loss and its gradients are near those of one process. Returns the gradients."""
     compare(whole(ours), exact, False, what)
     g = grad_for(exact)
     grads = torch.autograd.grad(whole(ours), leaves, g)
@@ -359,8 +359,8 @@ def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: 
 
 
 def check_classes_in_several_processes(mesh: Any) -> None:
-    """With sharded classes each process has the loss, and the gradient is placed as the logits. Target and weight are
-    plain tensors or DTensors. All dtypes share the code that reads shapes and options."""
+    """With sharded classes the loss is replicated, and the gradient is sharded as the logits. Target and weight are
+    plain tensors or DTensors. float32 has most cases: all dtypes share the code that reads shapes and options."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for shape in ((5, CLASSES), (2, CLASSES, 3), (CLASSES,)):
@@ -388,7 +388,7 @@ def check_classes_in_several_processes(mesh: Any) -> None:
 
 
 class LargeResults(TorchDispatchMode):
-    """Records the operators that make a tensor of at least this size."""
+    """Records the names of operators that make a tensor of at least `numel` elements."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
 
 
 def check_hostile_logits_over_classes(mesh: Any) -> None:
-    """Losses are right for large and infinite logits, also if a process has only -inf. A NaN reaches all processes."""
+    """Losses are right for large and infinite logits, also if a process has only -inf. NaN reaches all processes."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logits = maker(DEVICE, torch.float32)((8, 8)).detach()
@@ -477,7 +477,7 @@ def check_equal_large_logits_over_classes(mesh: Any) -> None:
 
 
 def check_targets_that_no_process_has(mesh: Any) -> None:
-    """Rows of invalid targets are NaN on CUDA and in compiled code, as with one process: nothing checks them."""
+    """On CUDA and in compiled code nothing checks targets: rows of invalid targets are NaN, as with one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from extension_cpp.distributed import sharded_loss
@@ -509,16 +509,16 @@ def check_errors_over_classes(mesh: Any) -> None:
         with pytest.raises(RuntimeError, match=f"{op} {message}"):
             extension_cpp.cross_entropy(x, target, **options)
     y = x.detach().requires_grad_()
-    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # if this succeeded, the loss's part would be missing
+    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # its second derivative must not be that of y * y alone
     (g,) = torch.autograd.grad(loss, y, create_graph=True)
     with pytest.raises(RuntimeError, match="cross_entropy: the second derivative is not implemented"):
         torch.autograd.grad(g.full_tensor().sum(), y)
-    few = distribute_tensor(torch.zeros(2, 1), mesh, [Shard(1)])  # no class in the last process: gathered
+    few = distribute_tensor(torch.zeros(2, 1), mesh, [Shard(1)])  # the last process has no class: logits are gathered
     assert letters(extension_cpp.cross_entropy(few, distribute_tensor(t * 0, mesh, [Replicate()]))) == "R"
 
 
 def check_linear_over_classes(mesh: Any) -> None:
-    """A weight that is sharded over the classes is not gathered, nor are the logits."""
+    """linear_cross_entropy gathers neither a weight that is sharded over the classes nor the logits."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -552,7 +552,7 @@ def whole_to(mesh: Any, x: Any) -> Any:
 
 
 def check_half(mesh: Any) -> None:
-    """Checks each op in one half type, because both half types have the same code except for their rounding. In float16
+    """Checks three ops in one half type, because both half types share all code but the rounding. In float16
     linear_cross_entropy's backward recomputes the logits, and cross_entropy rounds its loss to float16."""
     half = {"linear_cross_entropy": torch.float16, "cross_entropy": torch.float16, "rms_norm": torch.bfloat16}
     for spec in all_specs():
@@ -632,7 +632,7 @@ def loss_and_gradients(model: torch.nn.Module, ids: Tensor) -> tuple[Tensor, dic
 
 
 def assert_same_model(ours: tuple[Tensor, dict[str, Tensor]], stock: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Compares within the error of float32 sums in another order."""
+    """Compares loss and gradients of two models, within the error of float32 sums in another order."""
     torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=1e-6)
     assert ours[1].keys() == stock[1].keys()
     for name, gradient in stock[1].items():
@@ -663,7 +663,7 @@ def check_fully_shard(mesh: Any) -> None:
 
 
 def check_convert_after_fully_shard(mesh: Any) -> None:
-    """After fully_shard, convert leaves modules with parameters. The reason says to convert before fully_shard."""
+    """After fully_shard, convert replaces no modules with parameters, and says to convert before fully_shard."""
     from torch.distributed.fsdp import fully_shard
 
     model = llama()
@@ -845,7 +845,7 @@ def check_checkpoint(mesh: Any) -> None:
 
 
 def check_training(mesh: Any) -> None:
-    """examples/train_text.py has the loss curve of one process, and checkpoints for any number of processes."""
+    """Several processes of examples/train_text.py have the losses of one. Any number resumes from their checkpoints."""
     with torch.device("cpu"):  # the example passes a device to all tensors that are not on the CPU
         compare_trainings(mesh)
 
@@ -868,8 +868,8 @@ def compare_trainings(mesh: Any) -> None:
         return training
 
     def close(training: Any, what: str) -> None:
-        """Compares a training with that of one process. Each process rounds its part of a gradient to bfloat16, so that
-        a step, and the change of the loss, differ by as much."""
+        """Compares losses of a training with those of one process. Each process rounds its part of a gradient to
+        bfloat16, so that a step, and the change of the loss, have a relative difference of one bfloat16 eps."""
         losses, exact = torch.tensor(training.losses), torch.tensor(alone.losses)
         bound = torch.finfo(torch.bfloat16).eps * (exact.max() - exact.min())
         assert (losses - exact).abs().max() <= bound, f"{what}: {losses - exact}"
@@ -891,7 +891,7 @@ def compare_trainings(mesh: Any) -> None:
             torch.distributed.barrier()
             again = train(parallel, settings.steps, folder / f"{parallel}.pt")
             assert again.losses == half.losses and again.validation.items() <= half.validation.items(), parallel
-        for saved, resumed in (("None", "fsdp"), ("fsdp", None), ("ddp", None)):  # the other pairs follow
+        for saved, resumed in (("None", "fsdp"), ("fsdp", None), ("ddp", None)):  # other pairs follow from these
             close(train(resumed, settings.steps, folder / f"{saved}.pt"), f"{saved}, then {resumed}")
 
 
@@ -920,7 +920,7 @@ def check_rows_and_classes(mesh: Any) -> None:
 
 
 def checks(processes: int) -> dict[str, Callable[[Any], None]]:
-    # An op from a template has no rule until its author writes one. Until then DTensors are refused.
+    # An op from a template has no rule until its author writes one. Until then DTensors raise an error.
     specs = {spec.name: spec for spec in all_specs() if SHARDING[spec.name] is not NONE}
     if processes == 4:
         names = ("rms_norm", "cross_entropy")
@@ -944,7 +944,7 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
-        torch.set_default_device(device)  # not for the CPU: PyTorch then runs Python code at each function call
+        torch.set_default_device(device)  # not for the CPU, where PyTorch would run Python code at each function call
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
@@ -967,7 +967,7 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
 
 
 # Modules that the fork server imports once for all processes: those of the checks, and those that PyTorch imports when
-# it compiles or saves. It skips a module that is not installed.
+# it compiles or saves. The server skips a module that is not installed.
 PRELOAD = ["tests.test_sharding", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "functorch.compile"]
 PRELOAD += ["torch._inductor.select_algorithm", "transformers.models.llama.modeling_llama", "tests.test_train_text"]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the site into a temporary folder. Broken links and unlisted documents are errors."""
+    """Builds the site into a temporary folder. Broken links and documents outside the navigation are errors."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(module, reason=f"{module}, of requirements.txt, is not installed")
     folder = tmp_path_factory.mktemp("site")
@@ -48,7 +48,7 @@ def test_every_document_is_in_the_navigation(site: Path) -> None:
 
 
 def test_every_published_table_is_on_the_site(site: Path) -> None:
-    """The site has each row of the tables that no document has, under the name of its file."""
+    """The site has every row of the result tables that no document contains, under the name of the result file."""
     text = (site / "docs" / "performance_tables" / "index.html").read_text()
     for stem in (stem for stems in published.ON_THE_SITE.values() for stem in stems):
         part = text.partition(f">{stem}.json<")[2].partition("<h3")[0]

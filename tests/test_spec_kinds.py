@@ -1,6 +1,6 @@
-"""Runs the battery over kinds of operators that the package does not have, and over versions with planted errors.
+"""Runs tests of the battery on kinds of ops that the package does not have, and on these ops with planted errors.
 
-The operators are written in Python, in a namespace of their own, and stand for a user's kernels.
+The ops are written in Python, in the namespace spec_kinds, and stand for a user's kernels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ def spec(
 
 
 def topk_gate(x: Tensor, last: bool = False, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns the largest element of each row and its index, at a tie the first index."""
+    """Returns the largest element of each row and its index, which at a tie is the first index."""
     check_matrix("topk_gate", x)
     at = x.shape[1] - 1 - x.flip(1).argmax(1) if last else x.argmax(1)
     return x.gather(1, at[:, None])[:, 0], at + offset
@@ -75,7 +75,7 @@ def topk_fake(x: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tens
 
 
 def quantize_rows(x: Tensor) -> Tensor:
-    """Rounds x to eighths and returns them as int8."""
+    """Rounds 8 * x to whole numbers and returns these as int8."""
     check_matrix("quantize_rows", x)
     return (x.float() * 8).round().clamp(-127, 127).to(torch.int8)
 
@@ -115,7 +115,7 @@ def halve_without_version(x: Tensor) -> None:
 
 
 def halve_densely(x: Tensor) -> None:
-    """Writes into a contiguous copy where x has gaps, which is wrong."""
+    """Has a planted error: if x has gaps, the kernel writes into a contiguous copy of x instead of x."""
     torch.ops.spec_kinds.halve(x.contiguous())
 
 

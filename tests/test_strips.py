@@ -1,5 +1,5 @@
 """Tests softmax and cross_entropy over a dimension other than the last. On a GPU the size decides how many threads and
-CTAs share a strip (csrc/rows/strips.cuh)."""
+CTAs process a strip, a group of adjacent columns (csrc/rows/strips.cuh)."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ import torch
 from tests.checks import check, maker
 from tests.specs import cross_entropy, log_softmax, softmax
 
-# Shapes (outer, columns, inner): whole vectors and others, a strip narrower than a line, few columns, columns for a
-# cluster whose last CTA gets fewer or none, and more strips than run at once.
+# Shapes (outer, columns, inner), with softmax over `columns`. inner: whole vectors or not, and less than a cache line.
+# columns: few, and so many that a cluster's last CTA gets fewer or none. Last: more strips than run at once.
 SHAPES = [
     (1, 4096, 64),
     (2, 4100, 72),

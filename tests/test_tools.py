@@ -1,4 +1,4 @@
-"""Tests tools on which others rely: what is timed, what counts as a change, and what a release checks and lists."""
+"""Tests benchmarks and scripts: what is timed, what counts as a change of speed, and what a release checks."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def test_only_the_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     "low, median, high, beyond",
     [
         (0.98, 1.05, 1.12, False),  # 5 % slower, and the ranges overlap
-        (1.04, 1.05, 1.12, False),  # they touch
+        (1.04, 1.05, 1.12, False),  # the ranges touch
         (1.041, 1.05, 1.12, True),
         (0.90, 0.95, 0.96, False),
         (0.90, 0.95, 0.959, True),
@@ -99,7 +99,7 @@ def test_a_release_is_checked_against_pytorch() -> None:
 
 
 def test_the_matrix_copies_what_its_tests_import() -> None:
-    """matrix.py copies every file that its tests import. Without one of them no test would run."""
+    """matrix.py copies every file that its tests import. If one were missing, pytest would run no test."""
     left_out = matrix.tests_of_the_checkout()
     assert {"test_build.py", "test_docs.py", "test_tools.py"} <= left_out and "test_norm.py" not in left_out
     copied = {*matrix.FOLDERS, *(Path(name).stem for name in matrix.FILES), "extension_cpp"}
@@ -137,7 +137,7 @@ def test_a_release_that_computes_wrongly_is_refused(wrong: str, monkeypatch: pyt
     right = extension_cpp.rms_norm
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
-        """Returns the same value, with a gradient that is 0.1 % larger."""
+        """Returns x, with a gradient that is 0.1 % larger."""
         return 1.001 * x - 0.001 * x.detach()
 
     def rms_norm(x, shape, weight, eps):
@@ -151,7 +151,7 @@ def test_a_release_that_computes_wrongly_is_refused(wrong: str, monkeypatch: pyt
 
 
 def test_a_release_is_checked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release is checked in a folder of its own, whose Python finds no checkout, and with the requested wheel."""
+    """A release is checked in a folder outside the repository, without its PYTHONPATH, and with the requested wheel."""
     monkeypatch.setenv("PYTHONPATH", str(matrix.ROOT))
     monkeypatch.setenv("GLIBC", "2.28")
     commands = []
@@ -171,7 +171,7 @@ def test_a_release_is_checked_where_it_is_installed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_release_lists_all_that_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release lists the wheel and the source distribution with their checksums, after checking each."""
+    """A release lists checksums of the wheel and the source distribution, after both have been checked."""
     made = {"a-1-py3-none-any.whl": b"wheel", "a-1.tar.gz": b"source"}
     (tmp_path / "a-1-py3-none-any.whl").write_bytes(b"wheel")
     checked = []

@@ -1,4 +1,4 @@
-"""Tests examples/train_text.py: a killed and resumed run ends like an unbroken one, and both --ops train alike."""
+"""Tests examples/train_text.py: a killed and resumed run ends like an unbroken one, and our ops train like torch's."""
 
 import functools
 import json
@@ -95,7 +95,7 @@ def assert_one_process_resumes(folder: Path) -> None:
     assert len(alone.losses) == 8
 
 
-# Forks, gives both processes the ranks that torchrun would give them, and waits for the other process at the end.
+# Runs SMALL in two forked processes with the ranks that torchrun would give them. The parent waits for the child.
 FORKED = f"""
 import os
 import signal
@@ -114,7 +114,7 @@ sys.exit(status or (other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
 
 def test_two_processes_in_the_environment_of_torchrun(small: None, tmp_path: Path) -> None:
     """Two processes train in torchrun's environment, one of them prints, and one process resumes from their checkpoint.
-    This is test_two_nodes without the slow torchrun. tests/test_sharding.py compares the losses."""
+    Unlike test_two_nodes this test needs no slow torchrun. tests/test_sharding.py compares the losses."""
     variables = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = os.environ | variables | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     done = python("-c", FORKED, *two_processes_options(tmp_path), env=environment)
@@ -125,8 +125,8 @@ def test_two_processes_in_the_environment_of_torchrun(small: None, tmp_path: Pat
 
 @pytest.mark.slow
 def test_two_nodes(small: None, tmp_path: Path) -> None:
-    """Two torchruns meet on the loopback, as they would on two machines. The quick tier runs the test above instead,
-    which makes the same environment."""
+    """Two torchruns meet on the loopback, as they would on two machines. Runs without --slow have the test above
+    instead, which makes the same environment."""
     script = tmp_path / "small.py"
     script.write_text(SMALL)
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
@@ -169,8 +169,8 @@ def test_a_checkpoint_is_never_half_written(small: None, tmp_path: Path, monkeyp
 
 def test_both_ops_train_alike(small: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Our compiled ops and PyTorch's eager ops give losses that differ by at most one eps of bfloat16, to which
-    products round. A second layer would take more time to compile. The quick tier compiles one graph for forward and
-    one for backward, without Inductor, which compiles every op in tests/battery/test_graphs.py."""
+    products are rounded. One layer compiles faster than two. Without --slow, forward and backward are compiled without
+    Inductor. With Inductor tests/battery/test_graphs.py compiles every op."""
     if not request.config.getoption("--slow"):
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
@@ -187,8 +187,8 @@ def test_both_ops_train_alike(small: None, monkeypatch: pytest.MonkeyPatch, requ
 
 
 def test_which_operators_each_ops_calls(small: None) -> None:
-    """Our model calls norms after additions, the rotary embedding, the gates and the linear loss. "torch" calls
-    none."""
+    """The model calls its fused norms, rotary embedding, gates and linear loss with --ops ours. With --ops torch it
+    calls none of our ops."""
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 1, text.digest, **SIZES)
     called = {}
@@ -264,7 +264,7 @@ def test_a_damaged_checkpoint_of_the_other_ops_does_no_harm(
 
 def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a step with two parts is that of all its sequences at once, up to roundings of bfloat16 products:
-    two on each side, and one more where a loss is divided by the number of parts."""
+    two in either gradient, and one more where a loss is divided by the number of parts."""
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 2, text.digest, **SIZES)
     training = train_text.Training("ours", text, settings, compiled=False)
@@ -282,7 +282,7 @@ def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kept_gradients_give_the_same_losses(small: None) -> None:
-    """With --graphs the gradients stay in their memory, and are zeros before each step."""
+    """With --graphs the gradients stay in the same memory, are zeroed before each step, and give the same losses."""
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 3, text.digest, **SIZES)
     both = [train_text.Training("ours", text, settings, compiled=False, graphs=graphs) for graphs in (False, True)]

@@ -114,7 +114,7 @@ OF_OTHERS |= {"No kernel image", "Invalid configuration argument", "gradcheck fa
 
 
 def documented() -> dict[str, list[str]]:
-    """Returns the headings of the document with their messages."""
+    """Returns the headings of the document, each with the error messages below it."""
     parts = re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return {part.split("\n")[0]: re.findall(r"^```text\n(.*?)\n```$", part, re.MULTILINE | re.DOTALL) for part in parts}
 

@@ -26,7 +26,7 @@ uint16_t half_bits(dtype_t dtype, double x) {
   if (isnan(x)) return (uint16_t)(sign | 0x7fff);
   if (magnitude >= format->largest + unit_at(format, format->largest) / 2)
     return (uint16_t)(sign | infinity);
-  /* Rounds to nearest even. 0x1p52 is so large that the sum has no bits below 1. */
+  /* Adding 0x1p52 rounds to nearest even, because doubles of this size have no bits below 1. */
   const int exponent = unit_exponent(format, magnitude);
   const double units = magnitude * power_of_2(-exponent) + 0x1p52 - 0x1p52;
   const unsigned step = (unsigned)(exponent + fraction_bits - format->least);
@@ -62,8 +62,8 @@ void set_element(dtype_t dtype, void *p, int64_t i, double value) {
   if (dtype == DTYPE_FLOAT64) {
     ((double *)p)[i] = value;
   } else if (dtype == DTYPE_FLOAT32) {
-    /* From half a unit above the largest float on, a number becomes infinity. This is explicit,
-     * because C leaves the cast undefined. */
+    /* Numbers from half a unit above the largest float on become infinity. This is explicit,
+     * because C leaves such a cast undefined. */
     const int overflows = fabs(value) >= 0x1.ffffffp127;
     ((float *)p)[i] = overflows ? copysignf(INFINITY, (float)copysign(1, value)) : (float)value;
   } else {
@@ -189,8 +189,8 @@ void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *ex
       "%s: not the elements that it held before", what);
 }
 
-/* Returns 1 if each byte is PATTERN. Compares the first byte with it, and each byte with the
- * next. */
+/* Returns 1 if each byte is PATTERN: the first byte is PATTERN, and each byte equals the next byte.
+ * */
 static int holds_pattern(const unsigned char *p, size_t bytes) {
   return bytes == 0 || (*p == PATTERN && memcmp(p, p + 1, bytes - 1) == 0);
 }

@@ -47,8 +47,8 @@ static inline double power_of_2(int exponent) {
   return power;
 }
 
-/* Returns the exponent of the distance between neighbours at |x|. Infinity and NaN are not
- * allowed. */
+/* Returns the exponent of the distance between |x| and its neighbours in the format. Infinity and
+ * NaN are not allowed. */
 static inline int unit_exponent(const format_t *format, double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -61,8 +61,8 @@ static inline double unit_at(const format_t *format, double x) {
   return exponent < -1022 ? ldexp(1, exponent) : power_of_2(exponent);
 }
 
-/* Returns the bits of x rounded to bfloat16 or float16 (to nearest, ties to even). NaN stays
- * NaN. */
+/* Returns the bits of x rounded to bfloat16 or float16 (to nearest, ties to even). NaN stays NaN.
+ * */
 uint16_t half_bits(dtype_t dtype, double x);
 double half_value(dtype_t dtype, uint16_t bits);
 
@@ -94,8 +94,8 @@ double *doubles(int64_t n);
 /* Returns a hash of n elements. All NaNs count as equal. */
 uint64_t hash_elements(uint64_t hash, dtype_t dtype, const void *p, int64_t n);
 
-/* Calls visit() with every step-th float, in the order of their bits, SWEEP at a time. The last
- * call is filled up with 1. */
+/* Calls visit() with every step-th float, in the order of their bits, with SWEEP floats at a time.
+ * The array of the last call is filled up with 1. */
 enum { SWEEP = 4096 };
 void sweep_floats(uint32_t step, void (*visit)(const float *x, void *context), void *context);
 
@@ -128,8 +128,8 @@ buffer_t buffer_copy(const void *data, size_t bytes, size_t offset);
 /* Fails, naming `what`, unless the guards hold their pattern and the data equals `expected`, if
  * given. */
 void buffer_check(const buffer_t *buffer, const void *expected, const char *what);
-/* Does the same for elements of a type. All NaNs are equal, because the compiler chooses their
- * sign. */
+/* Does what buffer_check() does, for elements of a type. All NaNs are equal, because the compiler
+ * chooses their sign. */
 void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *expected,
                            const char *what);
 /* Fails unless bytes [begin, end) equal those of `expected`, and all others hold the pattern. */

@@ -1,7 +1,7 @@
-/* mish and its derivatives in double. e = exp(x) keeps all its digits for very negative x. For x >
- * 40, adding 1 to e has no effect. The relative error is a few 2^-53, but larger near the zeros of
- * the derivatives, where terms cancel. test_mish.c compares this with tanh and log1p in long
- * double. */
+/* Computes mish and its derivatives in double from e = exp(x), which keeps all its digits for very
+ * negative x. For x > 40, adding 1 to e has no effect. The relative error is a few 2^-53, but
+ * larger near the zeros of the derivatives, where terms cancel. test_mish.c compares these results
+ * with tanh and log1p in long double. */
 #ifndef EXTENSION_CPP_TESTS_MISH_REFERENCE_H
 #define EXTENSION_CPP_TESTS_MISH_REFERENCE_H
 

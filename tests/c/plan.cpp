@@ -1,7 +1,7 @@
-// Tests rows/plan.h on the host. Every row of the table must be picked for some problem, and a
-// shape must be able to hold its row. A forward plan must not depend on the number of rows. In
-// backward, no thread may add more than MOST_ROWS rows, and all of them must have the same
-// alignment. Problems that the fast kernels do not support must get the generic kernel.
+// Tests rows/plan.h on the host. Every kernel shape of the table must be picked for some problem,
+// and must have room for a row of x. A forward plan must not depend on the number of rows. In
+// backward, no thread may add more than MOST_ROWS rows, and these must have the same alignment.
+// Problems that the fast kernels do not support must get the generic kernel.
 #include "rows/plan.h"
 
 #include <cstdio>
@@ -16,7 +16,7 @@ static bool same_shape(const Plan &a, const Plan &b) {
 }
 
 // Returns an error message, or NULL, for the members that only backward plans have. A group adds up
-// rows that must begin at the same offset.
+// rows, which must begin at the same offset from a multiple of 16 bytes.
 static const char *backward_fault(const Problem &p, const Plan &plan, int64_t vector) {
   if (plan.groups > 0 && p.rows > plan.groups && plan.groups * p.cols % vector != 0) {
     return "a group has rows of several alignments";
@@ -56,15 +56,15 @@ static const char *fault(const Problem &p, const Plan &plan) {
                             (plan.is_aligned && plan.vectors == 8 && p.form != Form::RESIDUAL);
     if (!has_kernel) return "no kernel has so many vectors";
   }
-  // With 3 or 4 vectors per thread, less than a third of the registers may be unused.
+  // At most a third of the vectors that the threads can hold may be unused.
   const int64_t room = int64_t{plan.threads} * plan.vectors, all = p.cols / vector;
   if (plan.is_aligned && plan.cluster == 1 && all > 16 && 2 * room > 3 * all)
     return "much of the room is idle";
   return nullptr;
 }
 
-// Problems that only the generic kernel supports. Also the gradient of x alone, which the split
-// kernel computes for any number of rows.
+// Checks the plans of problems that only the generic kernel supports, and of the gradient of x
+// alone, which the split kernel computes for any number of rows.
 static int special_faults(const Device &device) {
   struct Case {
     Problem p;

@@ -1,5 +1,6 @@
-/* Kernels that call functions of csrc/common without a symbol of their own. They are compiled and
- * dispatched like those of an op, so that each function is tested at each instruction set. */
+/* Test kernels that call inline functions of csrc/common, which have no symbols. They are compiled
+ * and dispatched like the kernels of an op, so that each function is tested at each instruction
+ * set. */
 #ifndef EXTENSION_CPP_TESTS_PROBE_H
 #define EXTENSION_CPP_TESTS_PROBE_H
 
@@ -36,7 +37,7 @@ typedef struct {
 /* Computes y[i] = function(x[i]) for i in [begin, end). The length is a multiple of BLOCK. */
 void math_cpu(int64_t begin, int64_t end, void *args);
 
-/* One block: memory has n elements of dtype, and lanes has 32 floats (doubles for float64). */
+/* One block: n elements of dtype in `memory`, and 32 floats (doubles for float64) in `lanes`. */
 typedef struct {
   void *memory;
   void *lanes;
@@ -54,16 +55,16 @@ typedef struct {
   dtype_t dtype;
 } store_args;
 
-/* Sets half[i] to x[i] rounded, for i in [begin, end), a multiple of BLOCK. x is in block order. */
+/* Sets half[i] to x[i] rounded, for whole blocks in [begin, end). x is in block order. */
 void store_all_cpu(int64_t begin, int64_t end, void *args);
 
 typedef struct {
   uint8_t *kept; /* shape (end - begin) */
   dropout_t dropout;
-  int64_t back; /* distance of an earlier block, whose mask is made before each block; 0: none */
+  int64_t back; /* distance to an earlier block, whose mask is made before each mask; 0: none */
 } kept_args;
 
-/* Sets kept[i - begin] to whether element i is kept, one block at a time. */
+/* Sets kept[i - begin] to whether dropout keeps element i, one block at a time. */
 void kept_cpu(int64_t begin, int64_t end, void *args);
 
 #endif

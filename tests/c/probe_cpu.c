@@ -47,7 +47,7 @@ static void math_cpu_range(int64_t begin, int64_t end, const math_args *args) {
   }
 }
 
-/* Calls the function as kernels do, with a constant n for whole blocks. */
+/* Calls the load or store as kernels do, with a constant n for whole blocks. */
 #define LOAD_BLOCK(type, element, lane)                                     \
   if (n == BLOCK)                                                           \
     load_##type((lane *)args->lanes, (const element *)args->memory, BLOCK); \
@@ -103,7 +103,7 @@ static void kept_cpu_range(int64_t begin, int64_t end, const kept_args *args) {
   }
 }
 
-/* At the level v4, ops have no float64 functions. These tests have all blocks at every level. */
+/* At the level v4, ops have no float64 functions. These probes have all types at every level. */
 #if defined(CPU_LEVEL_V4)
 #undef CPU_ENTRY
 #define CPU_ENTRY(name, args_type) CPU_ENTRY_LEVEL(name, args_type)

@@ -28,7 +28,7 @@ static gelu_t gelu(activation_t kind, double x) {
   return (gelu_t){x * (1 + t) / 2, (1 + t + x * (1 - t * t) * slope) / 2};
 }
 
-/* Returns the error of the activation functions, relative to a number of size 1. */
+/* Returns a bound of the activation functions' error, for results of size 1. */
 static double error_of(dtype_t dtype) {
   return dtype == DTYPE_FLOAT64 ? 0x1p-48 : dtype == DTYPE_FLOAT32 ? 0x1p-20 : 0x1p-14;
 }

@@ -17,7 +17,7 @@ static int same_number(double a, double b) {
 }
 
 /* Checks that a load of n elements gives their values, and 0 in the lanes after them. A store of
- * these must write the same bytes, and change nothing after them. */
+ * these lanes must write the bytes of the elements, and change nothing after them. */
 static void check_block(dtype_t dtype, const unsigned char *elements, int n, size_t offset,
                         int stream) {
   const size_t size = formats[dtype].size, lane_size = dtype == DTYPE_FLOAT64 ? 8 : 4;
@@ -101,8 +101,8 @@ static void visit(const float *x, void *context) {
 void test_stores(uint32_t step) {
   store_sweep all = {0};
   sweep_floats(step, visit, &all);
-  /* Visits the floats halfway between neighbours of a 16-bit type, and their neighbours on both
-   * sides. They test ties and the ends of the type's range. */
+  /* Visits the floats halfway between neighbours of a 16-bit type, and the floats next to these.
+   * They test ties and the ends of the type's range. */
   for (int d = DTYPE_BFLOAT16; d <= DTYPE_FLOAT16; ++d) {
     float x[SWEEP];
     int n = 0;

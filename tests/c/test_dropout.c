@@ -1,5 +1,5 @@
-/* Tests Philox against its published vectors, and its lanes against one counter at a time. Tests
- * dropout with sizes, offsets, streaming and ranges. */
+/* Tests Philox against its published vectors, and the lanes of Philox against one counter at a
+ * time. Tests dropout with sizes, offsets, streaming and ranges. */
 #include "check.h"
 #include "common/range.h"
 #include "dropout/dropout.h"
@@ -29,8 +29,8 @@ static void check_vectors(void) {
   }
 }
 
-/* Checks masks at every alignment, past the counter's low word, of more elements than the state
- * holds, and with an earlier block that evicts them. */
+/* Checks masks at every alignment, past the counter's low word, of more elements than the state of
+ * the masks holds, and with an earlier block that replaces this state. */
 static void check_masks(void) {
   static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1};
   static const int64_t starts[] = {0, 4096, 8 * 0xfffffff8LL, 1LL << 40},
@@ -136,7 +136,7 @@ void test_dropout_sizes(uint32_t step) {
 }
 
 /* Runs the chunks in one range, one by one, and streamed, which must give the same bits. Running
- * one chunk alone must not write anything else. */
+ * one chunk alone must write nothing outside this chunk. */
 void test_dropout_ranges(uint32_t step) {
   (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {

@@ -1,5 +1,5 @@
-/* Compares exp_scaled_float over its callers' arguments, and softmax's functions, with libm in
- * double. */
+/* Compares exp_scaled_float, over the arguments that kernels pass to it, and softmax's functions
+ * with libm in double. */
 #include "check.h"
 #include "common/cpu/level.h"
 #include "probe.h"
@@ -40,7 +40,7 @@ typedef struct {
   uint64_t hash;
 } math_sweep;
 
-/* exp is tested up to 80, which is more than softmax and the rounding of an lse need. */
+/* exp is tested up to 80, which is more than softmax and the gradient of a rounded lse need. */
 static void visit_math(const float *sweep, void *context) {
   math_sweep *all = context;
   const int is_tanh = all->function == TANH_FLOAT, is_power = all->function >= EXP2_DEGREE_5;
@@ -70,8 +70,8 @@ static void visit_math(const float *sweep, void *context) {
   all->hash = hash_elements(all->hash, DTYPE_FLOAT32, y, SWEEP);
 }
 
-/* The bounds of exp and tanh are in units in the last place. Those of exp in two parts are
- * relative, in units of 2^-24 * (1 + |x|). Those of powers of 2 are relative, in units of 2^-24. */
+/* The bounds of exp and tanh are in units in the last place. The others are relative to the result:
+ * in units of 2^-24 * (1 + |x|) for exp with a degree, and in units of 2^-24 for 2^x. */
 void test_softmax_math(uint32_t step) {
   static const char *const names[MATH_FUNCTIONS] = {"exp",  "degree 5",      "degree 4",
                                                     "tanh", "2^x, degree 5", "2^x, degree 4"};

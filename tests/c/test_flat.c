@@ -81,8 +81,8 @@ static flat_want want_relu_backward(const flat_element *e) {
 }
 
 /* Returns the slack of mish. test_mish.c bounds float's errors by 4.3, 9 and 12.5 units of the
- * result. This allows twice as many roundings. Near the zeros of the derivatives, terms of size |x|
- * exp(x) cancel, and the errors are a few roundings of these terms. */
+ * result. This slack allows twice as many roundings. Near the zeros of the derivatives, terms of
+ * size |x| exp(x) cancel, and the errors are a few roundings of these terms. */
 static double mish_slack(double x, double want, double unit) {
   return unit * (25 * fabs(want) + 4 * fmin(1, fabs(x) * exp(fmin(x, 1)))) + 0x1p-148;
 }
@@ -139,7 +139,7 @@ static jet_t of_logistic(double x, double u, double u1, double u2) {
 }
 
 /* Computes the formulas of activation.h. tests/test_activation.py derives the slack. Errors are
- * relative to the result, and in the derivatives to terms that cancel. u and x^2 / 2 are rounded
+ * relative to the result, or in derivatives to terms that cancel. u and x^2 / 2 are rounded
  * before exp multiplies their errors. The approximations for 16-bit types are within 2^-15. */
 static jet_t jet_of(activation_t kind, double x, dtype_t dtype) {
   const double pi = 3.14159265358979323846;
@@ -351,7 +351,7 @@ void test_flat_sizes(uint32_t step) {
 }
 
 /* Runs the chunks in one range, one by one from the last to the first, and in two ranges. All must
- * give the same bits. One chunk alone must write nothing else, and an empty range nothing. */
+ * give the same bits. One chunk alone must write only this chunk, and an empty range nothing. */
 static uint64_t check_ranges(const flat_case *c) {
   const size_t bytes = (size_t)c->numel * formats[c->dtype].size;
   const int64_t chunks = ceil_div(c->numel, CHUNK);

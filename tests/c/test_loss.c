@@ -55,7 +55,7 @@ static double weight_of(const loss_case *c, int64_t column) {
   return c->weight ? element(c->acc, c->weight, column) : 1;
 }
 
-/* Returns the z of a logit, and sets *slope to dz/dx. */
+/* Returns the z of a logit x (x after softcap or scale), and sets *slope to dz/dx. */
 static double z_of(const loss_case *c, int64_t row, int64_t column, double *slope) {
   const int64_t i = row / c->inner * c->outer_stride + column * c->inner + row % c->inner;
   const double x = element(c->dtype, c->logits, i), cap = c->options.softcap;
@@ -362,7 +362,7 @@ void test_loss_hostile(uint32_t step) {
   }
 }
 
-/* One range, single items from the last on, and two ranges must give the same bits. */
+/* Tests that one range, single items from the last on, and two ranges give the same bits. */
 void test_loss_ranges(uint32_t step) {
   static const int64_t shapes[][3] = {{9, 1000, 1}, {3, 20001, 1}, {3, 100, 300}, {40, 24, 3}};
   (void)step;
@@ -396,7 +396,7 @@ void test_loss_ranges(uint32_t step) {
   }
 }
 
-/* Sums and means of the losses of rows: with targets, with targets and weights, with neither. */
+/* Tests sums and means of row losses: with targets, with targets and weights, with neither. */
 void test_loss_reduce(uint32_t step) {
   static const int64_t sizes[] = {0, 1, 5, 8192, 20001};
   (void)step;

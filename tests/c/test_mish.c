@@ -7,8 +7,8 @@
 enum { FORWARD, BACKWARD, DOUBLE_BACKWARD, FUNCTIONS };
 static const char *const names[FUNCTIONS] = {"mish", "mish'", "mish''"};
 
-/* Returns whether x is near a zero of the function. There the error in units of the result has no
- * bound, but the absolute error has one. */
+/* Returns whether x is near a zero of the function. There only the absolute error is bounded, not
+ * the error in units of the result. */
 static int near_zero(int function, double x) {
   if (function == BACKWARD) return x > -1.6 && x < -0.7; /* the zero is -1.1924 */
   if (function == DOUBLE_BACKWARD)
@@ -53,7 +53,7 @@ static void run(int function, dtype_t dtype, const void *x, const void *ones, vo
 
 typedef struct {
   worst_t normal; /* error in units in the last place of the result */
-  worst_t tiny;   /* the same for results below the smallest normal number */
+  worst_t tiny;   /* error in these units of subnormal results */
   worst_t zero;   /* error near a zero of the function, in units of 2^-24 */
   uint64_t hash;
 } mish_sweep;
@@ -119,8 +119,8 @@ void test_mish(uint32_t step) {
   }
 }
 
-/* Tests all 65536 values of a 16-bit type. Results may be off by the rounding and float's
- * errors. */
+/* Tests all 65536 values of a 16-bit type. Results may be off by the final rounding and by the
+ * errors of float arithmetic. */
 void test_mish_halves(uint32_t step) {
   enum { ALL = 1 << 16 };
   static uint16_t x[ALL], ones[ALL], y[ALL];

@@ -1,5 +1,5 @@
 /* Tests layer_norm and rms_norm: widths around the block, FLUSH_COLS and the tile; layouts, missing
- * gradients, rows that need care, guards, streaming, and splits of the work. */
+ * gradients, inaccurate variances, guards, streaming, and splits of the work. */
 #include "check.h"
 #include "norm/norm.h"
 
@@ -73,8 +73,8 @@ static row_t row_of(const norm_case *c, int64_t r) {
   return (row_t){mean, 1 / sqrtl(squares / (long double)c->cols + (long double)c->eps), largest};
 }
 
-/* Returns the number of roundings in a sum along a row: one per column of a lane (at most 128), and
- * those of the sum over lanes. */
+/* Returns the number of roundings in a sum along a row: one for each column that a lane adds (at
+ * most 128), and those of the sum over lanes. */
 static double row_roundings(const norm_case *c) {
   return (double)(c->cols < 4096 ? ceil_div(c->cols, 32) : 128) + 4 +
          (c->dtype == DTYPE_FLOAT64 ? 16 : 0);
@@ -287,8 +287,8 @@ static void new_outputs(const norm_case *c, buffer_t *out) {
   }
 }
 
-/* Runs forward, then backward for every set of gradients. If stores are streamed, only forward and
- * the set of all gradients run at every offset. Returns a hash of all results. */
+/* Runs forward, then backward for every set of wanted gradients. If stores are streamed, only
+ * forward and the set of all gradients run at every offset. Returns a hash of all results. */
 static uint64_t run_case(const norm_case *c) {
   const int forms = c->centered ? 8 : 4;
   uint64_t hash = 0;
@@ -339,7 +339,7 @@ void test_norm_sizes(uint32_t step) {
   }
 }
 
-/* Tests rows of `at` +- spread, whose variance is inaccurate in a simple formula. Their first `far`
+/* Tests rows of `at` +- `spread`, whose variance a simple formula makes inaccurate. The first `far`
  * columns are 0. */
 void test_norm_hostile(uint32_t step) {
   static const struct {
@@ -409,7 +409,7 @@ static uint64_t check_ranges(const norm_case *c) {
   return hash;
 }
 
-/* Checks that one row of forward alone writes nothing else, and no statistics if they are NULL. An
+/* Checks that forward for one row writes only this row, and no statistics if they are NULL. An
  * empty range must write nothing. */
 static void check_alone(const norm_case *c) {
   buffer_t in[INPUTS], out[2][OUTPUTS], wide[2];
@@ -442,14 +442,14 @@ static void check_alone(const norm_case *c) {
   for (int k = 0; k < 2; ++k) buffer_free(&wide[k]);
 }
 
-/* Many rows of equal elements. Summing the columns of a part only in float would have a larger
- * error. */
+/* Tests many rows of equal elements. The kernel divides rows into parts. If float held the column
+ * sums of a whole part, the error would exceed the slack. */
 static void check_long_columns(void) {
   norm_case c = new_case(1 << 17, 2, DTYPE_FLOAT32, 1, 0);
   for (int64_t i = 0; i < 2 * c.rows; ++i)
     ((float *)c.in[X])[i] = i % 2 ? 2 : 0, ((float *)c.in[GRAD_OUT])[i] = 4.0f / 3;
   set_wants(&c);
-  /* The sum of 64 equal terms is off by a few roundings, a sum of hundreds by hundreds. */
+  /* A float sum of 64 equal terms is off by a few roundings, and one of hundreds by hundreds. */
   for (int k = 0; k < 2; ++k) {
     c.slack[GRAD_BIAS][k] = c.slack[GRAD_WEIGHT][k] = 24 * 0x1p-24 * fabs(c.want[GRAD_BIAS][k]);
   }
@@ -457,7 +457,7 @@ static void check_long_columns(void) {
   free_case(&c);
 }
 
-/* One long row of equal elements. Summing its lanes only in float would have a larger error. */
+/* Tests a long row of equal elements. Lanes summed in float alone would have a larger error. */
 static void check_long_row(void) {
   norm_case c = new_case(1, 1 << 18, DTYPE_FLOAT32, 0, 0);
   for (int64_t i = 0; i < c.cols; ++i) ((float *)c.in[X])[i] = 4.0f / 3;

@@ -127,7 +127,7 @@ static void run_composed(const fused_case *c, const buffer_t *in, void *const *w
 }
 
 /* Returns 1 if a and b have the same bits. float16 numbers below 2^-14 are subnormal. Rounding them
- * before the doubling loses one bit more than rounding after it, so these may differ by 2^-24. */
+ * before dropout doubles them loses one bit more than after it, so these may differ by 2^-24. */
 static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
   if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y))
     return memcmp(a->data, b->data, a->bytes) == 0;
@@ -146,7 +146,7 @@ static void check_outputs(const fused_case *c, const buffer_t *got, const buffer
     if (k == GRAD_X && c->add && size_of(c) == 2) {
       for (int64_t i = 0; i < c->rows * c->cols; ++i) {
         const double a = element(c->dtype, got[k].data, i), b = element(c->dtype, want[k].data, i);
-        /* The separate kernels also round the norm's gradient. Both round the sum. */
+        /* The separate kernels also round the norm's gradient. Both sides round the sum. */
         CHECK(fabs(a - b) <= 2 * unit_at(&formats[c->dtype], 8),
               "fused norm: grad_x %lld is %a, not %a", (long long)i, a, b);
       }
@@ -201,8 +201,8 @@ static uint64_t run_case(const fused_case *c) {
 }
 
 /* Tests the ops with a residual, with and without dropout, and dropout of y. The widths give every
- * alignment of a row's first element, and masks of one row, of two, and of more than a state
- * holds. */
+ * alignment of a row's first element. A dropout mask covers one row, two rows, or more elements
+ * than its state holds. */
 void test_norm_fused(uint32_t step) {
   static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},   {5, 66},
                                       {9, 1023}, {4, 1024}, {3, 1026}, {2, 4100},

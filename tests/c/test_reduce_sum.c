@@ -102,7 +102,7 @@ void test_reduce_sum_sizes(uint32_t step) {
   }
 }
 
-/* One range, single items from the last on, and three ranges must give the same bits. */
+/* Checks that one range, single items from the last on, and three ranges give the same bits. */
 static uint64_t check_ranges(const sum_case *c) {
   buffer_t out[3];
   const int64_t n = items(c);
@@ -147,8 +147,8 @@ void test_reduce_sum_ranges(uint32_t step) {
       free_case(&c);
     }
   }
-  /* Sums three million times 4/3. A running sum in float, even in 32 lanes, would be off by 0.1
-   * %. */
+  /* Sums three million times 4/3. A running sum in float, even in 32 lanes, would have an error of
+   * 0.1 %. */
   const int64_t n = 3 << 20;
   for (int64_t inner = 1; inner <= 2; ++inner) {
     float *x = malloc((size_t)n * sizeof *x);

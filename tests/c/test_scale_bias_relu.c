@@ -118,7 +118,7 @@ static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_
   buffer_free(&partial);
 }
 
-/* Runs forward and the three forms of backward, with buffers `offset` elements past 64 bytes. */
+/* Runs forward, and backward for one or both gradients. `offset` counts elements past 64 bytes. */
 static void run_case(const sbr_case *c, int offset) {
   const size_t at = (size_t)offset * formats[c->dtype].size;
   const void *const data[3] = {c->x, c->grad_out, c->bias};
@@ -178,7 +178,7 @@ static uint64_t check_ranges(const sbr_case *c) {
       hash = hash_elements(hash, c->dtype, out[way][k].data, count(c, k));
     }
   }
-  /* One chunk of forward alone must write nothing else. */
+  /* Forward on one chunk alone must write nothing outside this chunk. */
   const size_t chunk = CHUNK * formats[c->dtype].size;
   buffer_t alone = buffer_new(bytes_of(c, Y), 0);
   scale_bias_relu_forward_args args = {c->x,    c->bias, alone.data, c->scale,
@@ -193,16 +193,16 @@ static uint64_t check_ranges(const sbr_case *c) {
   return hash;
 }
 
-/* Many rows of equal elements. Summing the columns of a part only in float would have a larger
- * error. */
+/* Tests many rows of equal elements. The kernel divides rows into parts. If float held the column
+ * sums of a whole part, the error would exceed the slack. */
 static void check_long_columns(void) {
   sbr_case c = new_case(1 << 18, 1, DTYPE_FLOAT32, 0);
   for (int64_t i = 0; i < c.rows; ++i) ((float *)c.x)[i] = 1, ((float *)c.grad_out)[i] = 4.0f / 3;
   ((float *)c.bias)[0] = 1;
   for (int k = 0; k < OUTPUTS; ++k) free(c.want[k]), free(c.slack[k]);
   set_wants(&c, 0);
-  /* A sum of 64 equal terms is off by a few roundings, but one of 1000 terms by many. The smaller
-   * slack tells them apart. */
+  /* A float sum of 64 equal terms is off by a few roundings, but one of 1000 terms by many. The
+   * smaller slack fails the second sum. */
   c.slack[GRAD_BIAS][0] /= 32;
   run_case(&c, 0);
   free_case(&c);

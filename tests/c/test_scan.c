@@ -1,6 +1,6 @@
 /* Tests cumsum, logcumsumexp and linear_recurrence: lengths around the block and around the length
  * up to which rows are scanned element by element, rows and columns, both directions, streaming,
- * guards, and lines of several parts, in one go and part by part. */
+ * guards, and lines (rows or columns) of several parts, whole and part by part. */
 #include "check.h"
 #include "scan/scan.h"
 
@@ -9,8 +9,8 @@ static const char *const op_names[OPS] = {"cumsum", "logcumsumexp", "linear_recu
                                           "linear_recurrence_backward"};
 enum { INPUTS = 3, RESULTS = 2 };
 
-/* With `option` cumsum is exclusive. In linear_recurrence, all lines then share a, and h0 is
- * given. */
+/* `option` makes cumsum exclusive. In linear_recurrence it makes all lines share `a`, and passes
+ * h0. */
 typedef struct {
   int op;
   int64_t outer, length, inner;
@@ -66,7 +66,7 @@ static void check(const scan_case *c, const void *results, int64_t i, double wan
         (long long)c->inner, c->is_reverse, c->option, (long long)i, got, want, slack);
 }
 
-/* The sums of these numbers are exact, so no slack is needed. */
+/* The inputs are from random_exact(), whose sums are exact, so no slack is needed. */
 static void check_cumsum(const scan_case *c, int64_t line, void *const *results) {
   double sum = 0;
   for (int64_t k = 0; k < c->length; ++k) {
@@ -76,7 +76,7 @@ static void check_cumsum(const scan_case *c, int64_t line, void *const *results)
   }
 }
 
-/* Every step may round, and exp has its own error. */
+/* Each of the k steps may round, and exp has an error of its own. */
 static void check_logcumsumexp(const scan_case *c, int64_t line, void *const *results) {
   const double unit = rounding(c->dtype), of_exp = c->dtype == DTYPE_FLOAT64 ? 0 : 0x1p-17;
   double sum = 0;
@@ -99,7 +99,7 @@ static void check_recurrence(const scan_case *c, int64_t line, void *const *resu
   }
 }
 
-/* is_reverse is the direction of the kernel, which begins with the last step. */
+/* `is_reverse` is the direction of the backward kernel, which begins with forward's last step. */
 static void check_backward(const scan_case *c, int64_t line, void *const *results,
                            const void *grad_h0) {
   double u = 0, size = 0, a = 0;
@@ -158,7 +158,7 @@ static void run_plan(const scan_case *c, void *args, const scan_shape *shape, in
 }
 
 /* Runs one case with buffers that begin `offset` elements past a multiple of 64 bytes. If items run
- * one by one, outer indices have jumps. Returns a hash of the results. */
+ * one by one, jumps replace the outer strides. Returns a hash of the results. */
 static uint64_t run_case(const scan_case *c, int offset, int64_t width, int64_t parts,
                          int one_by_one) {
   const size_t size = formats[c->dtype].size, at_byte = (size_t)offset * size;

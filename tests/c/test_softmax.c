@@ -21,8 +21,8 @@ static int64_t at(const softmax_case *c, int64_t row, int64_t column) {
   return (row / c->inner * c->cols + column) * c->inner + row % c->inner;
 }
 
-/* Returns the roundings in a sum: one per column of a lane, and one per chunk that raises the
- * maximum. */
+/* Returns the roundings in a sum: one for each column that a lane adds, and one for each chunk that
+ * raises the maximum. */
 static double roundings(const softmax_case *c) {
   const double lane = (double)ceil_div(c->cols, 32);
   return c->inner > 1 ? 40 + 4 * lane : (lane < 256 ? lane : 256) + 8;
@@ -180,8 +180,8 @@ void test_softmax_sizes(uint32_t step) {
   }
 }
 
-/* -inf must give 0. A row of -inf, or a +inf or NaN, must give NaN. Large values must not
- * matter. */
+/* The softmax of -inf must be 0. A row of -inf, and a row with +inf or NaN, must give NaN. Large
+ * values must not overflow. */
 void test_softmax_hostile(uint32_t step) {
   static const int64_t shapes[][3] = {
       {8, 7, 1}, {8, 100, 1}, {8, 9000, 1}, {1, 70, 8}, {1, 40, 40}};
@@ -207,7 +207,7 @@ void test_softmax_hostile(uint32_t step) {
   }
 }
 
-/* One range, single items from the last on, and two ranges must give the same bits. */
+/* Tests that one range, single items from the last on, and two ranges give the same bits. */
 void test_softmax_ranges(uint32_t step) {
   static const int64_t shapes[][3] = {{7, 1000, 1}, {3, 20001, 1}, {3, 100, 300}, {40, 24, 3}};
   (void)step;

@@ -4,8 +4,8 @@
 #include "check.h"
 #include "common/cpu/level.h"
 
-/* tests/test_c.py builds common/cpu/level.c with its cpu_should_stream renamed to this. The tests
- * define their own below, so that small data can be streamed, too. */
+/* The function of common/cpu/level.c, which tests/test_c.py renames from cpu_should_stream. The
+ * tests define cpu_should_stream below, so that small data can be streamed, too. */
 int real_cpu_should_stream(int64_t bytes);
 
 int should_stream = 0;
@@ -25,7 +25,7 @@ static void test_level(uint32_t step) {
 }
 
 /* Prints whether the library would stream the results of a kernel that reads and writes this many
- * KiB, and of one that reads and writes one byte more. */
+ * KiB, and of a kernel that reads and writes one byte more. */
 static void test_streams(uint32_t kib) {
   const int64_t bytes = (int64_t)kib << 10;
   printf("%d %d\n", real_cpu_should_stream(bytes), real_cpu_should_stream(bytes + 1));

@@ -1,4 +1,4 @@
-"""Specifies the operator, which takes the seed. tests/test_fused_norm.py tests the function, which draws the seed."""
+"""Specifies the op, which gets a seed. tests/test_fused_norm.py tests the public function, which draws the seed."""
 
 import functools
 
@@ -27,7 +27,7 @@ def kept(x, p, seed):
 def sum_and_norm_terms(call, normalized_shape, weight, bias, eps, p, seed, center):
     """Bounds the rounding errors of s = residual + dropout(x), of a norm of s, and of the gradients of all inputs.
 
-    The norm reads s after s was rounded.
+    The norm reads the rounded s, so that the rounding of s changes the norm's results, too.
     """
     x, residual, s, keep = *call.sample.args[:2], call.outputs[1], kept(call.sample.args[0], p, seed)
     size_of_sum = (x * keep).abs() + residual.abs()

@@ -33,7 +33,7 @@ def terms(call):
     value, derivative, second = gelu_terms(x + bias, *approximate)
     moved = x.abs() + bias.abs()
     gradient = g.abs() * (derivative + second * moved)
-    rounded = call.least * (1 + moved * moved)  # covers an exponential that becomes 0
+    rounded = call.least * (1 + moved * moved)  # for exponentials that underflow to 0
     c = c_of_derivative(call)
     gradients = {0: Terms(gradient, c, rounded=g.abs() * rounded)}
     gradients |= {1: Terms(sum_rows(gradient), c, rounded=sum_rows(g.abs() * rounded))}

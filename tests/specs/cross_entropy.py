@@ -18,7 +18,7 @@ def class_weight(make, classes):
     return make((classes,)).detach().abs() + 0.5
 
 
-# Some rows have class 1 as their target. The softcap is so small that most random logits exceed it.
+# Some rows have the target 1, which ignore_index ignores. The softcap is so small that most random logits exceed it.
 LOSS_OPTIONS = {
     "ignore_index": (1,),
     "reduction": ("none", "sum"),
@@ -76,7 +76,8 @@ def error_inputs(device):
 
 @dataclass
 class LossTerms:
-    """Holds the sizes of the loss and of the logits' gradient, and their changes if each logit changes by `moved`."""
+    """Holds the sizes (see Terms) of the loss and of the logits' gradient. `loss_moves` and `gradient_moves` are their
+    changes if each logit changes by `moved`."""
 
     loss: Tensor
     gradient: Tensor
@@ -151,7 +152,7 @@ def loss_terms(
         each.squeeze(classes) if reduction == "none" else each.sum() / divisor
         for each in (rows, loss(moved, lse_moves))
     ]
-    # Covers exponentials that become 0.
+    # `zeros` bounds the error where exponentials underflow to 0.
     zeros = call.least * (pull + 1) * grad
     return LossTerms(results[0], slopes * grad * (1 + tanh * tanh), results[1], moves * grad + zeros)
 

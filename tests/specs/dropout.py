@@ -1,4 +1,4 @@
-"""Specifies the operator, which takes the seed. tests/test_dropout.py tests the function, which draws the seed."""
+"""Specifies the op, which gets a seed. tests/test_dropout.py tests the public function, which draws the seed."""
 
 import functools
 
@@ -17,7 +17,7 @@ def known_philox(seed, numel, device):
 
 def philox(seed, numel):
     """Caches Philox bits by seed and size, because they take most of a reference's time and all samples share a seed.
-    Tensors made under a torch.func transform or a dispatch mode belong to it and are not cached."""
+    Tensors made under a torch.func transform or a dispatch mode are not cached, because they are invalid outside."""
     if torch.compiler.is_compiling() or type(seed) is not torch.Tensor:
         return PHILOX(seed, numel)
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:

@@ -34,7 +34,7 @@ def halves(make, shape, *approximate):
 def terms(call):
     (gate, up, *approximate), (g,) = call.sample.args, call.grads
     value, derivative, _ = gelu_terms(gate, *approximate)
-    rounded = call.least * (1 + gate * gate)  # covers an exponential that becomes 0
+    rounded = call.least * (1 + gate * gate)  # for exponentials that underflow to 0
     gradients = {0: Terms((g * up).abs() * derivative, c_of_derivative(call), rounded=(g * up).abs() * rounded)}
     gradients |= {1: Terms(g.abs() * value, 8, rounded=g.abs() * rounded)}
     return [Terms(up.abs() * value, 8, rounded=up.abs() * rounded)], gradients

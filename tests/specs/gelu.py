@@ -22,8 +22,8 @@ def error_inputs(device):
 def gelu_terms(x, approximate="none"):
     """Returns the sizes that bound the rounding errors of gelu(x), of its derivative and of its second derivative.
 
-    Each has a factor like exp(-x^2 / 2), or exp of the polynomial in tanh. exp multiplies its argument's rounding
-    error.
+    Each has a factor exp(-x^2 / 2), or with "tanh" the exponential of a polynomial in x. exp multiplies the rounding
+    error of its argument.
     """
     if approximate == "none":
         density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
@@ -40,15 +40,15 @@ def gelu_terms(x, approximate="none"):
 
 
 def c_of_derivative(call):
-    """Returns how many eps the roundings of the derivative add up to. 1 - tanh^2 is a difference, which from |x| = 5 on
-    (float64: 7) is less than eps. The factor x du/dx, up to 30 (float64: 80), multiplies its error of eps / 2."""
+    """Returns the error of the derivative's roundings, in eps. A term contains 1 - tanh^2, which from |x| = 5 on
+    (float64: 7) is below eps, with an error of eps / 2. x du/dx, up to 30 (float64: 80), multiplies this error."""
     return 64 if call.dtype is torch.float64 else 16
 
 
 def terms(call):
     (x, *approximate), (g,) = call.sample.args, call.grads
     value, derivative, _ = gelu_terms(x, *approximate)
-    rounded = call.least * (1 + x * x)  # covers an exponential that becomes 0
+    rounded = call.least * (1 + x * x)  # for exponentials that underflow to 0
     return [Terms(value, 8, rounded=rounded)], {
         0: Terms(g.abs() * derivative, c_of_derivative(call), rounded=g.abs() * rounded)
     }

@@ -6,7 +6,7 @@ import extension_cpp
 from tests.judge import LARGE, zero_for_nan
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
-# Roundings of the mean and the variance, each a tree of up to 2^21 columns, of the difference, of rstd and of products.
+# How often a norm rounds: its mean and variance (trees of up to 2^21 columns), x - mean, rstd, and the products.
 C = 16
 
 
@@ -41,7 +41,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
         return x.mean(dims, keepdim=True)
 
     def with_mean(x, sign):
-        """Returns x, with the size of the mean that is subtracted."""
+        """Returns x + sign * (the mean of x) if the norm subtracts a mean, and else x."""
         return x + sign * average(x) if center else x
 
     d = with_mean(x, -1)
@@ -49,7 +49,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     y, gw = d * rstd, g * w
     plain = rstd * (with_mean(gw, -1) - y * average(gw * y))
     own = moved is None
-    # If `own`, bounds the op's own rounding of d. Denormal numbers are rounded as much as the smallest normal number.
+    # If `own`, m bounds the op's rounding of d. Subnormal numbers are rounded as much as the smallest normal number.
     m = x.abs() + call.least if own else moved.clamp(max=LARGE)
     relative = own + zero_for_nan(rstd * average(y.abs() * m))  # the relative change of rstd
     y_moves = rstd * with_mean(m, 1) + y.abs() * relative
@@ -63,7 +63,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     if own:
         result = result if bias is None else result + bias.abs()
         gx = gx + rstd * (with_mean(gw.abs(), 1) + y.abs() * average((gw * y).abs()))
-        # In a row of equal values, y is only the rounding error of the mean, whose square matters here.
+        # In a row of equal values, y is only the rounding error of the mean. A product of two such errors matters here.
         gx = gx + call.eps * rstd * y_moves * average(gw.abs() * y_moves)
         gweight = gweight + zero_for_nan((g * y).abs())
     sums = (each.sum_to_size(w.shape) for each in (gweight + lost, g.abs() if own else torch.zeros_like(g)))

@@ -1,4 +1,4 @@
-"""Specifies the operator, which takes the seed. tests/test_fused_norm.py tests the function, which draws the seed."""
+"""Specifies the op, which gets a seed. tests/test_fused_norm.py tests the public function, which draws the seed."""
 
 import torch
 

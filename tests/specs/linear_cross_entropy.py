@@ -65,7 +65,7 @@ def terms(call):
     shape = call.outputs[0].shape
 
     def through(matrix):
-        """Returns the gradients of x and linear_weight for these gradients of the logits."""
+        """Returns the gradients of x and linear_weight if `matrix` is the gradient of the logits."""
         return (matrix @ weight.abs()).view(x.shape), matrix.t() @ rows.abs()
 
     sizes = *through(of_logits), of_logits.sum(0)
@@ -105,6 +105,6 @@ SPEC = OpSpec(
     least_rank=1,
     second_order=False,
     terms=terms,
-    unseen=10,  # with a softcap, logits and their gradients are rounded to a half type, and a gradient sums 11 classes
+    unseen=10,  # hidden where softcap logits and their gradients are rounded to a half type and 11 classes are summed
     has_products=True,
 )

@@ -5,7 +5,7 @@ from tests import loops
 from tests.judge import of_absolute_values, run_with
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
-LONGEST = 1100  # elements per line: the reference is a slow loop; tests/test_scan.py has longer lines
+LONGEST = 1100  # elements along dim: the reference is a slow loop; tests/test_scan.py has more
 
 
 def factors(make, shape):
@@ -57,7 +57,7 @@ C = 16
 
 
 def before(h, call, h0):
-    """Returns the states shifted by one step, with h0 first: the state that each factor multiplies."""
+    """Returns the state that each factor multiplies: the states shifted by one step, with h0 first."""
     b, options = call.sample.args[1], call.sample.kwargs
     if b.dim() == 0:
         return torch.zeros_like(b) if h0 is None else h0
@@ -71,7 +71,7 @@ def before(h, call, h0):
 
 def terms(call):
     """Bounds the rounding errors. Each step rounds a product and a sum, and a tree rounds partial results. The gradient
-    of a factor reads h. Where the factor broadcasts, products are rounded before they are summed."""
+    of a factor reads the rounded h. Where the factor broadcasts, products are rounded before they are summed."""
     (a, _, h0), size = (*call.sample.args, None)[:3], of_absolute_values(loops.linear_recurrence, call)
     (h,), (of_a, of_b, *of_h0) = size.outputs, size.gradients
     h_moves = call.rounding(call.outputs[0]) + C * call.eps * h
@@ -128,7 +128,7 @@ SPEC = OpSpec(
     launches=(1, 1),
     terms=terms,
     from_saved=from_saved,
-    unseen=12,  # the gradient of a broadcast factor sums products that were rounded to a half type
+    unseen=12,  # hidden in the gradient of a broadcast factor, which sums products that were rounded to a half type
     infinities_may_be_nan=True,
     variants={
         "columns": Bench(

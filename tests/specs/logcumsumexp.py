@@ -5,7 +5,7 @@ from tests import loops
 from tests.judge import LARGE
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
-LONGEST = 1100  # elements per line, because the reference is a slow loop
+LONGEST = 1100  # elements along dim, because the reference is a slow loop
 
 
 def step_by_step(x, dim):
@@ -37,7 +37,7 @@ def error_inputs(device):
 
 
 def weighted(x, y, g, dim):
-    """Returns the gradient sum_{j >= k} g_j exp(x_k - y_j), computed from the given y."""
+    """Returns the gradient sum_{j >= k} g_j exp(x_k - y_j) of x_k, computed from y as the op returned it."""
     x, y, totals = (each.movedim(dim, 0).detach().contiguous() for each in (x, y, g.clone()))
     decays = torch.exp(y[:-1] - y[1:]).unbind()
     later, *earlier = totals.unbind()[::-1]

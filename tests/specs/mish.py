@@ -22,7 +22,7 @@ def terms(call):
     tanh, sigmoid = torch.tanh(torch.nn.functional.softplus(x)), torch.sigmoid(x)
     steep = 1 + torch.where(sigmoid < 1, x.abs() * torch.sigmoid(-x), 0)  # where sigmoid is 1, n is large: y is x
     derivative = tanh + (x * sigmoid * (1 - tanh * tanh)).abs()
-    rounded = call.least * (x.abs() + 1)  # covers an exponential that becomes 0
+    rounded = call.least * (x.abs() + 1)  # for exponentials that underflow to 0
     gradient = Terms((g * derivative).abs() * steep, 16, rounded=g.abs() * rounded)
     return [Terms(y.abs() * steep, 8, rounded=rounded)], {0: gradient}
 

@@ -19,9 +19,9 @@ def sample_inputs(make, shape):
     *outer, tokens, width = shape
     of_k = (*outer[:-1], min(outer[-1], 2), tokens, width) if outer else shape
     q, k = make(shape), make(of_k)
-    # Tensors with heads and narrow rows are rotated whole. Wide rows without heads are rotated in part, because
-    # torch.compile makes another graph when two sizes stop being equal. A part is a multiple of 16 columns, for which
-    # the GPU uses its widest vectors.
+    # All columns of tensors with heads and of narrow rows are rotated. Only a part of wide rows without heads is,
+    # because torch.compile makes another graph when the number of rotated columns stops being equal to the width. A
+    # part is a multiple of 16 columns, for which the GPU uses its widest vectors.
     rotated = width // 2 * 2 if outer or width < 22 else width * 3 // 4 // 16 * 16
     yield Sample((q, k, *factors(make, (tokens, rotated))))
     # Here a part of each row is rotated. Half types have float32 factors, and each sequence has its own factors.
@@ -91,7 +91,7 @@ def terms(call):
 
 
 def bench_sample(make, shape):
-    """Makes a batch of 4 with heads of width 64, a fifth of them keys. The heads of a token are adjacent in memory."""
+    """Makes a batch of 4 with heads of width 64, a fifth of them key heads. A token's heads are adjacent in memory."""
     rows, cols = shape
     heads = max(cols // 64, 2)
     batch, width = 4 if rows % 4 == 0 else 1, cols // heads // 2 * 2

@@ -28,7 +28,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Bounds the rounding errors of a product and a sum. Where they cancel up to rounding, the mask may be 0 or 1."""
+    """Bounds the rounding errors of a product and a sum. If these cancel up to rounding, relu's mask may be 0 or 1."""
     x, bias, scale = (*call.sample.args, 1.0)[:3]
     (g,) = call.grads
     size = (x * scale).abs() + bias.abs()

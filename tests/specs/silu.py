@@ -29,7 +29,7 @@ def silu_terms(x):
 def terms(call):
     (x,), (g,) = call.sample.args, call.grads
     value, derivative = silu_terms(x)
-    rounded = call.least * (x.abs() + 1)  # covers an exponential that becomes 0
+    rounded = call.least * (x.abs() + 1)  # for exponentials that underflow to 0
     return [Terms(value, 8, rounded=rounded)], {0: Terms(g.abs() * derivative, 8, rounded=g.abs() * rounded)}
 
 

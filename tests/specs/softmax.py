@@ -25,7 +25,7 @@ def error_inputs(name):
 
 
 def product(a, b):
-    """Returns a * b, but 0 where a is 0, even if b is infinite: such a term is no part of a sum."""
+    """Returns a * b, but 0 where a is 0, even if b is infinite: a term with the weight 0 adds nothing to a sum."""
     return torch.where(a == 0, 0, a * b)
 
 
@@ -50,7 +50,7 @@ def softmax_terms(call):
     difference = (g - (g * p).sum(dim, keepdim=True)).abs()
     gradient = p * (g.abs() + (g * p).abs().sum(dim, keepdim=True))
     moves = p_moves * difference + p * (g.abs() * p_moves).sum(dim, keepdim=True)
-    # Exponentials and their products may become 0.
+    # `rounded` bounds the error where exponentials and their products underflow to 0.
     rounded = call.least * (g.abs() + g.abs().sum(dim, keepdim=True))
     return [Terms(size, c, rounded=call.least)], {0: Terms(gradient, c, moves, rounded)}
 
@@ -73,7 +73,7 @@ def log_softmax_terms(call):
     p = torch.exp(y)
     gradient = g.abs() + product(p, 1 + y.abs()) * g.abs().sum(dim, keepdim=True)
     moves = product(p, torch.expm1(y_moves.clamp(max=300))) * g.sum(dim, keepdim=True).abs()
-    rounded = call.least * g.abs().sum(dim, keepdim=True)  # covers an exponential that becomes 0
+    rounded = call.least * g.abs().sum(dim, keepdim=True)  # for exponentials that underflow to 0
     return [Terms(size, c)], {0: Terms(gradient, c, moves, rounded)}
 
 

@@ -32,7 +32,7 @@ def halves(make, shape):
 def terms(call):
     (gate, up), (g,) = call.sample.args, call.grads
     value, derivative = silu_terms(gate)
-    rounded = call.least * (gate.abs() + 1)  # covers an exponential that becomes 0
+    rounded = call.least * (gate.abs() + 1)  # for exponentials that underflow to 0
     gradients = {0: Terms((g * up).abs() * derivative, 8, rounded=(g * up).abs() * rounded)}
     gradients |= {1: Terms(g.abs() * value, 8, rounded=g.abs() * rounded)}
     return [Terms(up.abs() * value, 8, rounded=up.abs() * rounded)], gradients

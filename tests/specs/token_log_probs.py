@@ -29,7 +29,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Bounds the rounding errors. x / temperature is rounded, and exp multiplies this. The entropy is lse - sum p z."""
+    """Bounds the rounding errors. exp multiplies the error of x / temperature. The entropy is lse - sum p z."""
     (x, target, *temperature), (of_log_p, of_entropy) = call.sample.args, (g.abs().unsqueeze(-1) for g in call.grads)
     z = x / (temperature or [1.0])[0]
     lse, p = torch.logsumexp(z, -1, keepdim=True), torch.softmax(z, -1)

@@ -58,7 +58,7 @@ struct __half {
     std::frexp(size, &exponent);
     // 0 and subnormal numbers have the same spacing as the smallest normal numbers.
     exponent = size < 0x1p-14f ? -13 : exponent;
-    // A significand of 2048 carries into the exponent.
+    // If the significand is rounded up to 2048, the addition below carries into the exponent.
     const float significand = std::nearbyint(std::ldexp(size, 11 - exponent));
     const unsigned rounded = (exponent + 13) * 1024 + static_cast<unsigned>(significand);
     bits = static_cast<uint16_t>(sign | (x != x ? 0x7e00 : size < 65520 ? rounded : 0x7c00));
