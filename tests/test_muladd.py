@@ -11,6 +11,7 @@ import extension_cpp
 from extension_cpp.registration.calls import overload_of
 from tests.checks import Calls, last_level_cache
 from tests.forked import python
+from tests.opspec import all_specs
 
 
 def inputs(shape: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,7 +149,8 @@ def test_what_is_written_counts_a_version(device: str) -> None:
     every = writes(device)
     ours = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
     written = {name.split("::")[1] for name in ours if "!" in str(overload_of(name)._schema)}
-    assert set(every) == written
+    tested = {spec.name for spec in all_specs() if spec.mutates}  # the battery tests their version counters
+    assert set(every) == {name for name in written if name.split(".")[0] not in tested}
     for name, (write, x) in every.items():
         first = torch.ones_like(x, requires_grad=True)
         y, view, expected = first * x, x[:], x.clone()

@@ -329,7 +329,8 @@ def test_overloads_run_in_place_of_operators(spec: OpSpec, device: str) -> None:
             suffixes("gradients", functools.partial(backward, create_graph=True)),
             suffixes("plain", backward),
         ]
-        assert kinds in ([{NO_GRAD}, {NO_GRAD}], [set(), set()])
+        # On a GPU torch 2.11 runs backward in a thread of its own, where a call with gradients goes by the dispatcher.
+        assert kinds in ([{NO_GRAD}, {NO_GRAD}], [{""}, {NO_GRAD}], [set(), set()])
         with torch.no_grad():
             assert suffixes("results", forward) == {NO_GRAD}
         for a, b in [("outputs", "results"), ("gradients", "plain")]:
