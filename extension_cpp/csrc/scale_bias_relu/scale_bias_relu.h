@@ -45,14 +45,14 @@ typedef struct {
   dtype_t dtype;
 } scale_bias_relu_backward_args;
 
-/* CPU kernels. args points to the struct. Forward processes chunks [begin, end) of CHUNK elements.
- * Backward processes work items [begin, end) of parts * tiles (common/column_sums.h). After it,
- * grad_bias_cpu processes tiles [begin, end). */
+/* CPU kernels. `args` points to the kernel's argument struct. Forward processes chunks [begin, end)
+ * of CHUNK elements. Backward processes work items [begin, end) of parts * tiles
+ * (common/column_sums.h). After it, grad_bias_cpu processes tiles [begin, end). */
 void scale_bias_relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_backward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_grad_bias_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t. The functions return a cudaError_t. */
 int scale_bias_relu_forward_cuda(const scale_bias_relu_forward_args *args, void *stream);
 int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args *args, void *stream);
 

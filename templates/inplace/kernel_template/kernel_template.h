@@ -27,7 +27,7 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU: chunks [begin, end) of CHUNK elements. `args` points to the kernel's argument struct. */
 void kernel_template_cpu(int64_t begin, int64_t end, void *args);
 
 /* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */

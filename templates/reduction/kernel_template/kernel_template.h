@@ -49,7 +49,7 @@ typedef struct {
 } kernel_template_backward_args;
 
 /* CPU: rows [begin, end); parts [begin, end); then, for grad_weight, blocks [begin, end) of 32
- * columns. args points to the struct. */
+ * columns. `args` points to the kernel's argument struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_grad_weight_cpu(int64_t begin, int64_t end, void *args);

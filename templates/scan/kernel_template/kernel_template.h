@@ -27,7 +27,7 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_args;
 
-/* CPU kernel. It processes rows [begin, end). args points to the struct. */
+/* CPU kernel. It processes rows [begin, end). `args` points to the kernel's argument struct. */
 void kernel_template_cpu(int64_t begin, int64_t end, void *args);
 
 /* CUDA launcher for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */

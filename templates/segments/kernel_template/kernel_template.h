@@ -38,8 +38,8 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU kernels. They process segments [begin, end), and in backward rows. args points to the
- * struct. */
+/* CPU kernels. They process segments [begin, end), and in backward rows. `args` points to the
+ * kernel's argument struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 

@@ -46,7 +46,8 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_sums_args;
 
-/* CPU kernels. They process rows [begin, end), and the sums channels. args points to the struct. */
+/* CPU kernels. They process rows [begin, end), and the sums channels. `args` points to the kernel's
+ * argument struct. */
 void kernel_template_filter_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_sums_cpu(int64_t begin, int64_t end, void *args);
 

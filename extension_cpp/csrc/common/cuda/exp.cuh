@@ -1,11 +1,12 @@
-// exp and division by the hardware's approximate instructions, accurate to 2 ulp. For float64 they
-// are the exact exp and /.
+// exp and division by the hardware's approximate instructions. For float32 they are accurate to
+// about 2 ulp. For float64 they are the exp and the division of the CUDA math library.
 #ifndef EXTENSION_CPP_CUDA_EXP_CUH
 #define EXTENSION_CPP_CUDA_EXP_CUH
 
 #include "common/cuda/vector.cuh"
 
-// Compute 2^x and 1 / x in one instruction each. Subnormal inputs and results are flushed to 0.
+// These functions compute 2^x and 1 / x in one instruction each. Subnormal inputs and results are
+// flushed to 0.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -18,11 +19,12 @@ __device__ inline float reciprocal_fast(float x) {
 }
 
 // Exp<T>::scaled(x) returns exp(x) / UNSCALE for x <= 44. For any other x, NaN included, the result
-// is unspecified, and the caller must replace it by a selection or multiply it by x.
+// is unspecified. The caller must select another value in its place, or for NaN multiply it by x.
 // For float32, scaled(x) is exp(x) * 2^64, so that x exp(x) keeps its digits where exp(x) alone
 // would underflow. x is first reduced to |r| <= ln2/2, because the error of the hardware's exp2
-// grows with its argument. Half-precision results need neither the factor nor the reduction. With
-// eight elements per vector, their kernels are limited by instructions, so both are left out.
+// grows with its argument. Half-precision results need neither the factor nor the reduction.
+// Arithmetic limits the kernels of these types, with eight elements per vector, so both are left
+// out.
 template <typename T>
 struct Exp {
   static constexpr float UNSCALE = 1.0f;
@@ -50,7 +52,8 @@ struct Exp<double> {
 __device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 __device__ inline double divide(double a, double b) { return a / b; }
 
-// Returns 1 / x for a normal x. One Newton step refines the approximation and makes 1 / 1 exact.
+// Returns 1 / x for a normal x. One Newton step refines the hardware's approximation and makes 1 /
+// 1 exact.
 __device__ inline float reciprocal(float x) {
   const float y = reciprocal_fast(x);
   return fmaf(fmaf(-x, y, 1.0f), y, y);

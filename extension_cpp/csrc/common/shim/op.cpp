@@ -185,8 +185,8 @@ static int32_t shim_dtype(ScalarType dtype) {
   }
 }
 
-// PyTorch has already printed the reason. The text begins like that of PyTorch's error, because
-// programs search for these words.
+// PyTorch has already printed why the allocation failed. The text begins like PyTorch's own
+// out-of-memory error, because programs search for these words.
 [[noreturn]] static void fail_to_allocate(Sizes sizes, const Tensor &like) {
   std::string text = like.is_cuda() ? "CUDA out of memory." : "Out of memory.";
   text += " extension_cpp tried to allocate a tensor of shape " + to_string(sizes);
@@ -248,8 +248,8 @@ static int compare_dims(const Tensor &x, size_t a, size_t b) {
 
 // Returns the strides that PyTorch's element-wise operators give a result. These are x's own
 // strides if x is dense, and dense strides in x's order of dimensions otherwise. The insertion sort
-// is copied from PyTorch (infer_dense_strides in ATen/ExpandUtils.cpp), because if several orders
-// are possible another algorithm may choose another one.
+// is copied from PyTorch (infer_dense_strides in ATen/ExpandUtils.cpp), because another algorithm
+// may choose a different order where several are possible.
 static std::vector<int64_t> preserved_strides(const Tensor &x) {
   if (is_dense(x)) return {x.strides().begin(), x.strides().end()};
   const auto dims = static_cast<size_t>(x.dim());
@@ -298,7 +298,8 @@ Tensor as_contiguous(const Tensor &x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
-// Returns the stride between rows, or -1 if x's strides do not describe rows without overlap.
+// Returns the stride between the rows of x, or -1 if x's strides do not describe rows without
+// overlap.
 static int64_t row_stride(const Tensor &x, int64_t row_dims) {
   int64_t cols = 1, d = x.dim() - 1;
   for (; d >= x.dim() - row_dims; cols *= x.size(d--)) {
