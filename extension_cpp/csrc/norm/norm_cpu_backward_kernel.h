@@ -1,4 +1,4 @@
-/* The backward part of norm_cpu_kernel.h, for layer_norm and rms_norm. */
+/* CPU backward kernels of layer_norm and rms_norm. norm_cpu_kernel.h includes this file. */
 
 /* The numbers that grad_x needs from a row's sums. With g = grad_out * weight:
  *   slope = -rstd * mean_c(g * xhat),  level = -rstd * mean_c(g) */
@@ -6,8 +6,8 @@ typedef struct {
   ACC slope, level;
 } NAME(slope_t);
 
-/* The state for one part of the rows. It is passed by value, because the compiler reloads an object
- * after every store if its address has been passed to a call.
+/* The state while one part of the rows is processed (norm.h). It is passed by value, because the
+ * compiler reloads an object after every store if its address has been passed to a call.
  *
  * In the functions below, `fused` is the state of a dropout, which may have no seed. For plain
  * norms it is the constant NULL, so that they do not pay for the fused forms. The fused forms are
@@ -88,8 +88,8 @@ ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad
   }
 }
 
-/* Second pass over a row. It adds to the sums over rows, and writes grad_x = grad_out * weight *
- * rstd + xhat * slope + level. */
+/* Second pass over a row. It adds the row to the sums over rows, and writes grad_x = grad_out *
+ * weight * rstd + xhat * slope + level. */
 ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, cpu_dropout_t *fused, wide_halves_t halves,
                                      int64_t c, int n, int stream) {
   const int needs = part.needs;
@@ -208,7 +208,8 @@ ALWAYS_INLINE double *NAME(sums_of)(const norm_backward_args *args, int64_t part
   return (double *)(void *)((char *)args->partial + part * norm_partial_part(args));
 }
 
-/* Adds the sums of the last rows to those in double. The first call of a part stores them. */
+/* Adds the sums of the most recent rows to the sums in double. The first call for a part of the
+ * rows stores them instead. */
 ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, const ACC *restrict recent,
                                     int64_t count, int first) {
   if (first) {

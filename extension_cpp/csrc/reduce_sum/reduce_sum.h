@@ -45,11 +45,11 @@ static inline int64_t reduce_sum_rows_as_one(int64_t inner) {
   return rows;
 }
 
-/* CPU kernel. It processes work items [begin, end) of outer * chunks * reduce_sum_tiles(inner).
- * `args` points to the kernel's argument struct. */
+/* CPU kernel. It processes work items [begin, end) of outer * chunks * reduce_sum_tiles(inner)
+ * items. `args` points to the kernel's argument struct. */
 void reduce_sum_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launcher of one kernel. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launcher of one kernel. `stream` is a cudaStream_t. The function returns a cudaError_t. */
 int reduce_sum_cuda(const reduce_sum_args *args, void *stream);
 
 #ifdef __cplusplus

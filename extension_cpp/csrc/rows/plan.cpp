@@ -1,4 +1,5 @@
-// Queries of plans, which `python -m extension_cpp info --plan` and the tests make through ctypes.
+// Functions that return plans. `python -m extension_cpp info --plan` and the tests call them
+// through ctypes.
 #include "rows/plan.h"
 
 #include <cstdio>
