@@ -7,10 +7,10 @@
  *   partial                 scratch of column_sums_partial_cpu() or _cuda() doubles; NULL if
  *                           grad_bias is NULL
  * With rows = 0, grad_bias is 0 and nothing else is written. NaN propagates. x * scale + bias is
- * one fma in float (double for float64). Backward computes it in the same way, so that it has
- * forward's mask. For grad_bias, float lanes sum parts of the rows, and the parts are added in
- * order in double. Only the shape determines the parts. Results are run-to-run deterministic, for
- * any number of threads. */
+ * one fma in float (double for float64). Backward computes this fma in the same way, so that it
+ * finds the same elements positive as forward. For grad_bias, each float lane sums a range of rows,
+ * and these partial sums are added in order in double. Only the shape determines the ranges.
+ * Results are run-to-run deterministic, for any number of threads. */
 #ifndef EXTENSION_CPP_SCALE_BIAS_RELU_H
 #define EXTENSION_CPP_SCALE_BIAS_RELU_H
 
@@ -46,8 +46,9 @@ typedef struct {
 } scale_bias_relu_backward_args;
 
 /* CPU kernels. `args` points to the kernel's argument struct. Forward processes chunks [begin, end)
- * of CHUNK elements. Backward processes work items [begin, end) of parts * tiles
- * (common/column_sums.h). After it, grad_bias_cpu processes tiles [begin, end). */
+ * of CHUNK elements. Backward processes work items [begin, end) of column_sums_parts() *
+ * column_sums_tiles() items (common/column_sums.h). After backward, grad_bias_cpu adds up grad_bias
+ * for tiles [begin, end) of columns. */
 void scale_bias_relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_backward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_grad_bias_cpu(int64_t begin, int64_t end, void *args);

@@ -1,4 +1,5 @@
-// Scans over columns on the GPU (inner > 1), where neighbouring lines are neighbours in memory.
+// Scans over columns on the GPU (inner > 1), where elements of neighbouring lines (scan.h) are
+// neighbours in memory.
 #ifndef EXTENSION_CPP_SCAN_COLUMNS_CUH
 #define EXTENSION_CPP_SCAN_COLUMNS_CUH
 
@@ -7,11 +8,11 @@
 namespace scans {
 
 // The part of a tile that a thread scans, and the vectors that it copies. A segment is plan.lanes
-// neighbouring threads, which scan the same run of steps. A thread scans the run for LINES
-// neighbouring lines, one word at each step. Up to 32 neighbouring threads of a segment copy what
-// they scan: vector k of a thread is at step copy_step + k * STEPS of the run. In shared memory the
-// tile is (inputs, steps, columns). A gap after each segment puts the words of two segments, which
-// a warp reads at once, into different banks.
+// neighbouring threads, which scan the same range of steps (a run). A thread scans the run for
+// LINES neighbouring lines, and reads one word at each step. Up to 32 neighbouring threads of a
+// segment copy what they scan: vector k of a thread is at step copy_step + k * STEPS of the run. In
+// shared memory the tile is (inputs, steps, columns). A gap after each segment puts the words of
+// two segments, which a warp reads at once, into different banks.
 template <typename Op>
 struct ColumnTile {
   using T = typename Op::T;
@@ -120,7 +121,8 @@ struct ColumnTile {
     return start_state(p, lines(line) > 0, outer, first_line + line);
   }
 
-  // Calls f(inputs, step, line) for STEPS steps of LINES lines, from step k * STEPS of the run on.
+  // Calls f(inputs, step, line) for STEPS steps of LINES lines, beginning with step k * STEPS of
+  // the run.
   template <typename F>
   __device__ void for_each_step(int repeat, int k, F &&f) const {
     A v[Op::INPUTS][N];
@@ -143,8 +145,8 @@ struct ColumnTile {
     }
   }
 
-  // Scans the run from `state` on and writes the results. For short lines, it scans each strip from
-  // the start of its lines.
+  // Scans the run, beginning with `state`, and writes the results. If lines are short, the tile has
+  // several strips of lines, and each of them is scanned from its first step.
   __device__ void write(typename Op::Algebra::State (&state)[LINES]) const {
     T *to[Op::OUTPUTS];
 #pragma unroll

@@ -70,7 +70,7 @@ static cudaError_t with_element(dtype_t dtype, F &&f) {
   return dtype == DTYPE_FLOAT32 ? f(float{}) : f(Half{});
 }
 
-// Calls f with default-initialised parameters of an op.
+// Calls f with default-initialised parameters of an op, for the type of its elements.
 template <template <typename> class Op, typename F>
 static cudaError_t with_params(const scan_shape &shape, F &&f) {
   return with_element(shape.dtype, [&](auto zero) { return f(Params<Op<decltype(zero)>>{}); });
