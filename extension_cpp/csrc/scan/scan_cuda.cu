@@ -37,8 +37,8 @@ static int dynamic_bytes(int vectors, bool is_rows) {
   return Op::INPUTS * (vectors * THREADS * 16 + gaps);
 }
 
-// Returns the largest number of vectors per thread in columns. It is smaller on devices with less
-// shared memory than an H100.
+// Returns the largest number of vectors per thread in columns. It is smaller than COLUMN_VECTORS
+// only on GPUs of compute capability 7.5, which have 64 KiB of shared memory.
 template <typename Op>
 static int column_vectors() {
   const int room = shared_memory() - static_cast<int>(sizeof(ColumnTable<Op>));

@@ -26,7 +26,8 @@ constexpr int MIN_VECTORS = 4;  // vectors along inner in the narrowest tile, wh
 // Returns how many neighbouring lines a thread scans: as many as fit into a word of 4 bytes (8 for
 // float64). `width` is the number of elements in a 16-byte vector.
 constexpr int lines_of(int width) { return width == 8 ? 2 : 1; }
-// The number of segments and of lines in the narrowest tile, which lines of several tiles use.
+// The numbers of segments and of lines in the narrowest tile. Lines that take several tiles use
+// this tile.
 constexpr int max_segments(int width) { return THREADS / (MIN_VECTORS * width / lines_of(width)); }
 constexpr int min_columns(int width) { return MIN_VECTORS * width; }
 // With fewer CTAs than this, some SMs could be without work.
@@ -53,8 +54,8 @@ struct Plan {
 };
 
 // Picks the plan. A vector has `width` elements. In rows, a thread scans neighbouring vectors of a
-// row. In columns, it scans a run of steps of lines_of(width) lines. If row_vectors is 0, rows are
-// scanned by the kernel for columns.
+// row. In columns, a thread scans a range of steps (a run) of lines_of(width) lines. If row_vectors
+// is 0, rows are scanned by the kernel for columns.
 inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column_vectors) {
   Plan plan{};
   plan.is_rows = shape.inner == 1 && row_vectors > 0;
@@ -90,7 +91,8 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     plan.run = plan.vectors * steps;
     plan.steps = plan.segments * plan.run;
     plan.tiles = ceil_div(shape.length, plan.steps);
-    // With one strip of short lines, a CTA would have few bytes in flight. It scans several.
+    // With one strip of short lines, a CTA would have few bytes in flight. It therefore scans
+    // several strips.
     const auto strips = [&](int repeats) { return ceil_div(shape.inner, plan.columns * repeats); };
     while (plan.segments == 1 && 2 * plan.repeats * plan.vectors <= vectors &&
            strips(plan.repeats) > 1 && shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {
@@ -117,8 +119,8 @@ struct StateLayout {
 };
 
 // Computes the layout. `operands` is the number of operands in the table of jumps, or 0 without
-// jumps. `words` and `state_words` are the 32-bit pieces of a Part and a State. Each takes a 64-bit
-// word.
+// jumps. `words` and `state_words` are the numbers of 32-bit pieces of a Part and of a State. Each
+// piece takes a 64-bit word.
 inline StateLayout state_layout(const Plan &plan, int64_t outer, int64_t operands, int64_t words,
                                 int64_t state_words) {
   StateLayout layout{};

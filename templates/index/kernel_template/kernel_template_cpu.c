@@ -1,6 +1,6 @@
 /* kernel_template on the CPU. Forward copies one row at a time. Backward first sorts the positions
- * in the index by counting, so that each row of grad_x finds its terms. Then it sums one row of
- * grad_x at a time. The arithmetic is in kernel_template_cpu_kernel.h. */
+ * in the index by the index values (a counting sort), so that each row of grad_x finds its terms.
+ * Then it sums one row of grad_x at a time. The arithmetic is in kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include "common/cpu/block.h"

@@ -32,7 +32,8 @@ typedef struct {
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */
+/* CUDA launchers for the current device. `stream` is a cudaStream_t. The functions return a
+ * cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 
