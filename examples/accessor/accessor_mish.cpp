@@ -33,8 +33,7 @@ void check_input(const char *name, const at::Tensor &x) {
   TORCH_CHECK(x.dim() == 2, "expected ", name, " of shape [B, D], but got ", x.sizes());
 }
 
-// The dispatcher picks a device's kernel if any argument is on that device. Other arguments may be
-// on another device, so the kernel has to check.
+// The dispatcher picks the CUDA kernel if any argument is on a GPU. The other may be elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);
@@ -46,8 +45,7 @@ void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
 
 // ---- CPU: rows on PyTorch's threads ----
 
-// Returns the least number of rows per thread, which have about 32768 elements. Rows of width 0
-// count as one element.
+// Returns the least number of rows per thread: about 32768 elements. Empty rows count as one.
 static int64_t grain(int64_t cols) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
 }

@@ -55,8 +55,8 @@ static void check_32_bits(const char *name, const at::Tensor &x) {
               " elements, but got ", last + 1);
 }
 
-// Returns the number of CTAs: one per row, but at most 16384, which fill every GPU. If there are
-// more rows, a CTA loops over several.
+// Returns the number of CTAs, at most 16384, which fill every GPU. A CTA may loop over several
+// rows.
 static int blocks(const at::Tensor &x) {
   return static_cast<int>(std::min<int64_t>(x.size(0), 16384));
 }

@@ -28,8 +28,7 @@ __global__ void __launch_bounds__(THREADS)
 // ---- 1: Hillis and Steele, in shared memory ----
 
 // A CTA scans THREADS elements of its row at a time. After the pass with offset d, an element holds
-// the sum of up to 2 d elements, of which it is the last. A pass reads one buffer and writes the
-// other.
+// the sum of up to 2 d elements that end with it. A pass reads one buffer and writes the other.
 __global__ void __launch_bounds__(THREADS)
     hillis_steele_kernel(const float *x, float *y, int64_t rows, int64_t n) {
   __shared__ float sums[2][THREADS];
@@ -104,8 +103,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // ---- 3: one warp scans a row, with shuffles ----
 
-// Returns the sum of lanes 0 to `lane` of the warp. The method is that of Hillis and Steele, on
-// registers, without shared memory and barriers.
+// The method of Hillis and Steele on the registers of a warp, without shared memory and barriers.
 __device__ inline float warp_scan(float sum) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll

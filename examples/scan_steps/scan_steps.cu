@@ -149,8 +149,7 @@ __device__ float warp_sum(float value) {
 // ---- 5: decoupled look-back ----
 
 // What a tile has published: nothing, its own sum (OWN), or the sum of the row up to and including
-// this tile (THROUGH). This state and the sum share one 64-bit word, so that a single store
-// publishes both.
+// this tile (THROUGH). This state and the sum share a 64-bit word, which is stored at once.
 enum Known : unsigned { NOTHING, OWN, THROUGH };
 
 __device__ void say(uint64_t *word, Known known, float sum) {
@@ -224,8 +223,7 @@ __device__ float wait_for(Published *from) {
 }
 
 // The published sums of one row. `tiles` has the sum of each tile, and `groups` that of each whole
-// group of 32 tiles. `blocks` has the sum of the row up to the end of each whole block of 32
-// groups.
+// group of 32 tiles. `blocks` has the row's sum up to the end of each whole block of 32 groups.
 struct Levels {
   Published *tiles, *groups, *blocks;
 };
@@ -234,9 +232,8 @@ __host__ __device__ int64_t published_of_row(int64_t tiles) {
   return tiles + tiles / 32 + tiles / 1024;
 }
 
-// Publishes the sum of `tile`, and returns the sum of all tiles before it. One warp calls the
-// function. The order of the additions depends only on `tile`. The warp publishes each sum before
-// it waits for another one.
+// Publishes the sum of `tile`, and returns the sum of all tiles before it. One warp calls it. The
+// order of the additions depends only on `tile`. Each sum is published before the warp waits again.
 __device__ float sum_before(const Levels &row, int64_t tile, float own) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int in_group = static_cast<int>(tile % 32), in_block = static_cast<int>(tile / 32 % 32);
@@ -289,8 +286,7 @@ bool is_aligned(const float *x, const float *y, int64_t n) {
   return (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0 && n % 4 == 0;
 }
 
-// `state` holds the ticket counter and 8 bytes for each published sum of every row: a Published, or
-// one word of look_back.
+// `state` holds the ticket counter, and a Published or a word for each published sum of every row.
 static_assert(sizeof(Published) == sizeof(uint64_t), "one size of state for both steps");
 
 int64_t state_bytes(int64_t rows, int64_t n) {

@@ -62,8 +62,8 @@ static Out write(const Tensor &x) {
   return Out(static_cast<float *>(x.mutable_data_ptr()), x.sizes().data(), x.strides().data());
 }
 
-// Returns the number of CTAs: one per row, but at most 16384, which fill every GPU. If there are
-// more rows, a CTA loops over several.
+// Returns the number of CTAs, at most 16384, which fill every GPU. A CTA may loop over several
+// rows.
 static int blocks(const Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
 
 static cudaStream_t stream_of(const Tensor &x) {

@@ -120,8 +120,7 @@ __device__ inline A second_derivative(A x) {
   return activation<KIND, A>(x).second;
 }
 
-// Host code. Calls f with a zero of the dtype's C++ type, and with the kind as a compile-time
-// constant:
+// Host code. Calls f with a zero of the dtype's C++ type, and with the kind as a constant:
 //   with_types(dtype, kind, [&](auto zero, auto constant) {
 //     using T = decltype(zero); ... decltype(constant)::value ... })
 template <typename F>

@@ -72,8 +72,7 @@ PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) {
 typedef struct {
   const int64_t *seed; /* shape (1), in the device's memory; NULL means no dropout */
   double scale;        /* 1 / (1 - p) */
-  /* `scale` as a float, for all types but float64: nvcc would convert `scale` again for every
-   * element. */
+  /* `scale` for all types but float64, because nvcc would convert `scale` for every element. */
   float scale_float;
   uint32_t last_dropped; /* round(p * 2^32) - 1, at least 0 */
 } dropout_t;

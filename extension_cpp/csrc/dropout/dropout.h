@@ -25,8 +25,7 @@ typedef struct {
   dtype_t dtype;
 } dropout_forward_args;
 
-/* CPU kernel. It processes chunks [begin, end) of CHUNK elements. `args` points to the kernel's
- * argument struct. */
+/* CPU kernel for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void dropout_forward_cpu(int64_t begin, int64_t end, void *args);
 
 /* CUDA launcher. `stream` is a cudaStream_t. The function returns a cudaError_t. */

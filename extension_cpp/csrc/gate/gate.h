@@ -45,8 +45,7 @@ typedef struct {
   dtype_t dtype;
 } gate_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. `args` points to the kernel's
- * argument struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void gate_forward_cpu(int64_t begin, int64_t end, void *args);
 void gate_backward_cpu(int64_t begin, int64_t end, void *args);
 

@@ -2,8 +2,7 @@
  * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
-/* Pointers to n neighbouring elements of one row of every input, and to the memory for their
- * results. */
+/* Pointers to n neighbouring elements of one row of each input, and to memory for the results. */
 typedef struct {
   const T *gate, *up, *grad_out; /* grad_out is NULL in forward */
   T *y, *grad_up;                /* in backward, y is grad_gate */
@@ -59,8 +58,7 @@ ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, 
   }
 }
 
-/* The number of elements from element i to the end of the row that contains it, or to `end` if
- * `end` comes first. */
+/* The number of elements from i to the end of i's row, or to `end` if `end` comes first. */
 #define PART_LENGTH(args, i, end)                                                      \
   ((args)->cols - (i) % (args)->cols < (end) - (i) ? (args)->cols - (i) % (args)->cols \
                                                    : (end) - (i))

@@ -44,8 +44,7 @@ typedef struct {
   int64_t target;
 } gradient_t;
 
-/* Returns the gradient of a row that is ignored (0) or whose target is outside the classes
- * (NaN). */
+/* Returns the gradient of a row that is ignored (0) or whose target is no class (NaN). */
 static gradient_t constant_gradient(double value) {
   return (gradient_t){.factor = value, .target = -1};
 }
@@ -105,8 +104,7 @@ static void loss_scale_cpu_range(int64_t begin, int64_t end, const loss_scale_ar
                  chunk_begin(end, args->numel))
 }
 
-/* Sums over all rows in one work item, because the sum takes little time compared with the
- * losses. */
+/* Sums over all rows in one work item, because it takes little time beside the losses. */
 static void loss_reduce_cpu_range(int64_t begin, int64_t end, const loss_reduce_args *args) {
   const dtype_t acc = args->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
   double sum = 0, total = 0;

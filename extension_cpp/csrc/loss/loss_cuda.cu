@@ -29,9 +29,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   const loss_rows &rows = p.args.rows;
   RowFragment<T, K, ALIGNED> x{};
   const T *const from_row = static_cast<const T *>(rows.logits) + at.row * p.cols;
-  // If the gradient replaces the logits in place, threads overwrite the row after the first sum
-  // over the row. Every thread therefore reads the target's logit before, and starts its maximum
-  // with it.
+  // If the gradient replaces the logits, threads overwrite the row after the first sum over it.
+  // Every thread therefore reads the target's logit before, and starts its maximum with it.
   float own = -INFINITY, sum[1] = {0}, z_target = 0;
   if (at.is_row) {
     x.load(from_row, at.window, p.hint);

@@ -15,8 +15,7 @@ constexpr int CTA_THREADS = 256;
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2, TILE_VECTORS = 8;
 constexpr int BACKWARD_CTAS = 5;  // CTAs per SM; this lets the compiler use 48 registers per thread
 
-// The range of indices with the number `part`, if `count` indices are divided into `parts` ranges
-// of equal length.
+// Range number `part` of indices, if `count` indices are divided into `parts` equal ranges.
 struct Cut {
   int64_t begin, end;
 

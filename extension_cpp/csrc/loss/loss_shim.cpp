@@ -65,8 +65,8 @@ static void check_weight(const char *op, const Tensor &weight, const Tensor &log
   }
 }
 
-// Fails unless softcap and 1 / softcap are finite in the accumulation type, because otherwise z
-// could be NaN.
+// Fails unless softcap and 1 / softcap are finite in the accumulation type. Otherwise z could be
+// NaN.
 static void check_softcap(const char *op, double softcap, dtype_t dtype) {
   const bool is_double = dtype == DTYPE_FLOAT64;
   const double least = is_double ? DBL_MIN : FLT_MIN, most = is_double ? DBL_MAX : FLT_MAX;

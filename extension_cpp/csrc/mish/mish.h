@@ -46,8 +46,7 @@ typedef struct {
   dtype_t dtype;
 } mish_double_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. `args` points to the kernel's
- * argument struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void mish_forward_cpu(int64_t begin, int64_t end, void *args);
 void mish_backward_cpu(int64_t begin, int64_t end, void *args);
 void mish_double_backward_cpu(int64_t begin, int64_t end, void *args);

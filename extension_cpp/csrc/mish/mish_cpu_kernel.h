@@ -21,8 +21,8 @@ ALWAYS_INLINE ACC NAME(mish_value)(ACC x) {
 ALWAYS_INLINE ACC NAME(mish_derivative)(ACC x) {
   const ACC scaled = NAME(mish_exp)(x), e = scaled * EXP_UNSCALE(x);
   const ACC denominator = FMA(e, e + 2, (ACC)2);
-  /* A quarter of the numerator in mish.h, so that it overflows for no finite x. Dividing by 4 here
-   * and multiplying by 4 below are exact. */
+  /* A quarter of mish.h's numerator, so that no finite x overflows. The factors 1/4 and 4 are
+   * exact. */
   const ACC numerator = FMA((e + 2) / 4, denominator, x * (1 + e));
   const ACC derivative = numerator / (denominator * denominator) * scaled * (4 * EXP_UNSCALE(x));
   return x > MISH_LINEAR(x) ? 1 : derivative;

@@ -19,8 +19,8 @@ template <typename T, typename A = acc_t<T>>
 __device__ inline A mish_derivative(A x) {
   const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
   const A denominator = fma(e, e + 2, A(2));
-  // A quarter of the numerator in mish.h, so that it overflows for no finite x. Dividing by 4 here
-  // and multiplying by 4 below are exact.
+  // A quarter of mish.h's numerator, so that no finite x overflows. The factors 1/4 and 4 are
+  // exact.
   const A numerator = fma((e + 2) / 4, denominator, x * (1 + e));
   return x > linear_from(x)
              ? A(1)

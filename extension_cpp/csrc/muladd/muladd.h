@@ -35,8 +35,7 @@ typedef struct {
   dtype_t dtype;
 } muladd_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. `args` points to the kernel's
- * argument struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void muladd_forward_cpu(int64_t begin, int64_t end, void *args);
 void muladd_backward_cpu(int64_t begin, int64_t end, void *args);
 

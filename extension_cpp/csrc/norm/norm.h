@@ -99,9 +99,8 @@ static inline int64_t norm_wide_cols(int64_t cols) {
 /* Backward divides the rows into ranges (parts), and the columns of the weight gradients into
  * tiles. Both divisions depend only on the shape. There are at most 256 parts. If the sums of all
  * parts would exceed 16 MiB (21 MiB for float64), there are fewer parts, but for this reason never
- * fewer than 8. Adding up a part's sums costs as much as processing several rows. A part therefore
- * has at least 64 rows. In wide rows it has at least 2^18 elements instead, but never fewer than 8
- * rows. */
+ * fewer than 8. Adding up a part costs as much as several rows. A part therefore has at least 64
+ * rows. In wide rows it has at least 2^18 elements instead, but never fewer than 8 rows. */
 enum { NORM_TILE = 2048 };
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   const int64_t wide = norm_wide_cols(cols), fitting = (16 << 20) / (24 * wide);

@@ -9,8 +9,7 @@
 
 namespace norms {
 
-// Loads mean and rstd of a row. The loops over rows call this function one or two rows before they
-// need the result.
+// Loads mean and rstd of a row. The loops over rows call this one or two rows before its use.
 template <typename T>
 __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
   const float mean = p.mean == nullptr ? 0 : static_cast<const float *>(p.mean)[row];
@@ -228,8 +227,7 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
     });
   }
 
-  // Adds the groups' column sums, and writes the CTA's partial row. `shared` has room for one row
-  // per group of threads.
+  // Adds the groups' column sums, and writes the CTA's partial row. `shared` has a row per group.
   __device__ void write_partial(float *shared) const {
     const int threads = blockDim.x * blockDim.y;
     for (int i = 0; i < P; ++i) {

@@ -84,8 +84,8 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     });
   }
 
-  // Adds a row to the column sums, and starts the exchange of the row's own sums between the CTAs.
-  // `turn` counts the cluster's rows.
+  // Adds a row to the column sums, and starts the exchange of the row's own sums. `turn` counts
+  // rows.
   __device__ void sum(int turn, const Place &place, const Mask &mask,
                       const Statistics<float> &statistics) {
     float sums[P] = {};
@@ -93,8 +93,8 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     for_each(place, mask, [&](auto part, auto &x, auto &grad) {
       this->normalize(part, x, grad, statistics, &sums);
     });
-    // Without grad_x no CTA waits for the sums, so they are not sent: a CTA could exit while others
-    // still send to it.
+    // Without grad_x no CTA waits for sums, so none are sent: the receiver could already have
+    // exited.
     if (p.grad_x != nullptr) {
       row_sum.post(sums, turn);
     } else {

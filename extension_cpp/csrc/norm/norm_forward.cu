@@ -1,8 +1,8 @@
 // Forward of the norms on the GPU. A single kernel serves every fused variant and every width.
-// rows/plan.h chooses its number of threads and vectors. Part of a warp, a CTA or a cluster of CTAs
-// holds a row in registers, so the row is read once. The statistics are sums over these threads. A
-// CTA processes its rows and exits (the kernel is not persistent). An SM runs several CTAs: some
-// load while others wait for their sums.
+// rows/plan.h chooses its shape. Part of a warp, a CTA or a cluster of CTAs holds a row in
+// registers, so the row is read once. The statistics are sums over these threads. A CTA processes
+// its rows and exits (the kernel is not persistent). An SM runs several CTAs: some load while
+// others wait for their sums.
 #include "norm/norm_launch.cuh"
 
 namespace norms {

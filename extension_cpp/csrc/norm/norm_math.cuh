@@ -2,8 +2,8 @@
 // accumulation type: double for float64, and float otherwise.
 //
 // PARAMETERS is 1 for rms_norm (weight) and 2 for layer_norm (weight, bias). Backward computes
-// PARAMETERS sums over each row, and PARAMETERS sums over each column. The sums over the columns
-// are the gradients of the parameters.
+// PARAMETERS sums over each row, and PARAMETERS sums over each column. The latter are the gradients
+// of the parameters.
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 
@@ -60,8 +60,8 @@ struct LayerNorm {
   static constexpr int PARAMETERS = 2;
 
   // Returns the statistics of a row. Each CTA computes the mean of its columns, and then the sum of
-  // squared deviations from this mean. The CTAs join both results in one exchange (Chan, Golub and
-  // LeVeque 1983).
+  // squared deviations from this mean. The CTAs join both in one exchange (Chan, Golub and LeVeque
+  // 1983).
   template <typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &columns, A per_col, A eps) {
@@ -109,9 +109,8 @@ struct LayerNorm {
     }
   };
 
-  // Joins the moments of 16 neighbouring lanes, each of `count` elements. The function takes
-  // `excess` into account, because the rounding of the means matters if they are large compared
-  // with the deviations.
+  // Joins the moments of 16 neighbouring lanes, each of `count` elements. join() uses `excess`,
+  // because the rounding of the means matters if they are large compared with the deviations.
   __device__ static Moments join(const Moments &part, A count, A per_element) {
     Moments all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};
     const A distance = count > 0 ? (part.mean - all.mean) - part.excess : A(0);

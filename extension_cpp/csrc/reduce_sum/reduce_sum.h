@@ -46,7 +46,7 @@ static inline int64_t reduce_sum_rows_as_one(int64_t inner) {
 }
 
 /* CPU kernel. It processes work items [begin, end) of outer * chunks * reduce_sum_tiles(inner)
- * items. `args` points to the kernel's argument struct. */
+ * items. `args` points to the argument struct. */
 void reduce_sum_cpu(int64_t begin, int64_t end, void *args);
 
 /* CUDA launcher of one kernel. `stream` is a cudaStream_t. The function returns a cudaError_t. */

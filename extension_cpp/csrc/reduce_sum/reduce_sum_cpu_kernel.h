@@ -101,7 +101,7 @@ static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t 
   }
 }
 
-/* Sums rows narrower than a block. Several rows are treated as one, and a binary tree adds up their
+/* Sums rows narrower than a block. Several rows are treated as one, and a tree adds up their
  * totals. */
 static void NAME(sum_narrow)(const reduce_sum_args *args, const T *p, int64_t rows, int64_t out) {
   double total[BLOCK * BLOCK];

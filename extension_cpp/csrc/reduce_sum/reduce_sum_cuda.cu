@@ -102,8 +102,8 @@ __device__ inline void store_sum(const reduce_sum_args &args, int64_t i, double 
 
 __host__ __device__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Returns a / b, in 32 bits if possible: a 64-bit division takes as long as all other work of a
-// thread of sum_few_rows.
+// Returns a / b, in 32 bits if possible: in sum_few_rows a 64-bit division would double a thread's
+// time.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
   if ((static_cast<uint64_t>(a | b) >> 32) == 0)
     return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
@@ -128,8 +128,7 @@ __device__ inline Rows rows_of(const reduce_sum_args &args, int64_t oc) {
 
 // ---- inner = 1 ----
 
-// Returns this lane's partial sum of p[0 .. n). The 2^log_width lanes of the group read
-// neighbouring vectors.
+// Returns this lane's partial sum of p[0 .. n). 2^log_width lanes read side by side.
 template <typename T, int U>
 __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width) {
   constexpr int N = LANES<T>;
@@ -137,8 +136,7 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   const int64_t head = smaller((16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / sizeof(T), n);
   const int64_t vectors = (n - head) / N, tail = head + vectors * N;
   // At each end of the span, at most N - 1 elements are outside of the aligned vectors, and there
-  // are at least N lanes. These elements are loaded here and added last, so that nothing waits for
-  // them.
+  // are at least N lanes. They are loaded here and added last, so that nothing waits for them.
   const acc_t<T> first = lane < head ? to_acc(p[lane]) : acc_t<T>(0);
   const acc_t<T> last = tail + lane < n ? to_acc(p[tail + lane]) : acc_t<T>(0);
   double total = 0;
@@ -279,8 +277,7 @@ __global__ void __launch_bounds__(THREADS, 3)
 
 // ---- launchers ----
 
-// Returns the number of CTAs to launch, at most 2^30. The loops inside the kernels process the work
-// of further CTAs.
+// Returns the number of CTAs, at most 2^30. If more are needed, the kernels' loops do their work.
 unsigned grid(int64_t blocks) { return static_cast<unsigned>(smaller(blocks, 1 << 30)); }
 
 // Returns log2 of the smallest power of two that is at least n, but no more than `limit`.

@@ -28,8 +28,7 @@ typedef struct {
   dtype_t dtype;
 } relu_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. `args` points to the kernel's
- * argument struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void relu_backward_cpu(int64_t begin, int64_t end, void *args);
 

@@ -35,8 +35,7 @@ ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
   return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
 }
 
-/* Returns exp(x) for a result of type T. float32 needs a more accurate function than 16-bit
- * types. */
+/* Returns exp(x) for a result of type T. float32 needs a more accurate exp than 16-bit types. */
 ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
   if (sizeof(T) > 2) return EXP_SOFTMAX(x);
   ACC power;
@@ -290,8 +289,8 @@ NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
   }
 }
 
-/* Adds `cols` columns of a block of n inner elements to the tile's sums. The block begins at lane
- * `first` of the tile. */
+/* Adds `cols` columns of n inner elements to the tile's sums, beginning at the tile's lane
+ * `first`. */
 ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
@@ -326,8 +325,7 @@ NOINLINE void NAME(tile_chunk_whole)(NAME(tile_sums_t) * tile, int first, const 
   NAME(tile_chunk)(tile, first, x, cols, inner, BLOCK, map, 0);
 }
 
-/* Does the same as tile_chunk() with less code, because with CALLS every column takes a function
- * call. */
+/* Does the same as tile_chunk() with less code: with CALLS every column takes a function call. */
 NOINLINE void NAME(tile_chunk_part)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   NAME(tile_chunk)(tile, first, x, cols, inner, n, map, form | CALLS);

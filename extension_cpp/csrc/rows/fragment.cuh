@@ -53,8 +53,7 @@ struct RowSlice {
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
 };
 
-// Selects vector k of the elements that a thread owns in a row, or with SIZE = 1 and k = K the
-// thread's edge.
+// Selects vector k of a thread's elements in a row, or with SIZE = 1 and k = K the thread's edge.
 template <int N>
 struct Part {
   static constexpr int SIZE = N;
@@ -142,7 +141,7 @@ struct RowFragment {
   }
 };
 
-// Stores values that RowFragment::for_each has passed to f.
+// Stores `values` at `column`, both as RowFragment::for_each has passed them to its callback.
 template <typename T, int M>
 __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   if constexpr (M == 1) {
@@ -152,8 +151,8 @@ __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   }
 }
 
-// Marks the L2 lines of a CTA's slice of a row evict_normal. All threads that read the slice must
-// call this function.
+// Marks the L2 lines of a CTA's slice of a row evict_normal. All threads that read it must call
+// this.
 template <typename T, bool ALIGNED>
 __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &slice) {
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
@@ -295,7 +294,7 @@ class RowSum {
   }
 
   // Returns the maximum over the CTA's threads of the row. Ignores NaN, as fmaxf does. Like a sum,
-  // each call needs a value of `turn` of its own.
+  // it needs a value of `turn` of its own.
   __device__ A max_cta(A v, int turn) const {
     v = group_max(v, min(blockDim.x, 32));
     if (blockDim.x <= 32) return v;
@@ -305,8 +304,7 @@ class RowSum {
     return group_max(part < count ? warps(turn)[part][0] : -INFINITY, MAX_WARPS);
   }
 
-  // Sends `mine` to all CTAs of the cluster. Like a sum, each call needs a value of `turn` of its
-  // own.
+  // Sends `mine` to all CTAs of the cluster. Like a sum, it needs a value of `turn` of its own.
   __device__ void send_to_all(float2 mine, int turn) const {
     if (!HAS_CLUSTERS) return;
     const int slot = turn % SLOTS;

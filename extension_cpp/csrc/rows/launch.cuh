@@ -92,8 +92,7 @@ struct LaunchConfig : cudaLaunchConfig_t {
   }
 };
 
-// This function is not a template, so that the host code is compiled once instead of once per
-// kernel.
+// Not a template, so that this host code is compiled once instead of once per kernel.
 inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
                           cudaStream_t stream) {
   LaunchConfig config(plan.ctas, dim3(plan.threads, plan.rows_per_cta), stream);

@@ -1,5 +1,4 @@
-// Functions that return plans. `python -m extension_cpp info --plan` and the tests call them
-// through ctypes.
+// Returns plans to `python -m extension_cpp info --plan` and to the tests, through ctypes.
 #include "rows/plan.h"
 
 #include <cstdio>

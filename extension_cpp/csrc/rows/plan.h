@@ -109,8 +109,7 @@ constexpr Shape SHAPES[] = {
     // Forward. 3 or 4 vectors per thread keep 32 to 64 KB per SM in flight.
     {Kernel::ROW, 3, 3, 4, 512, 128, 1},
     {Kernel::ROW, 4, 4, 4, 512, 128, 1},
-    // Forward with a cluster per row. With 8 vectors per thread, half as many CTAs exchange sums as
-    // with 4.
+    // Forward with a cluster per row. 8 vectors per thread take half as many CTAs as 4.
     {Kernel::ROW, 8, 8, 64, 128, 0, 4},
     {Kernel::ROW, 8, 8, 64, 256, 0, 8},
     {Kernel::ROW, 8, 8, 64, 256, 0, 16},
@@ -131,8 +130,8 @@ constexpr Shape SHAPES[] = {
 constexpr int SHAPE_COUNT = sizeof SHAPES / sizeof SHAPES[0];
 
 // Returns the largest number of threads of a persistent CTA. float32, a residual, dropout and
-// unaligned rows each need more registers. The combinations in `is_crowded` leave registers for
-// only 384 threads.
+// unaligned rows each need more registers. Crowded combinations have registers for only 384
+// threads.
 constexpr int most_persistent_threads(bool is_float32, Form form, bool is_aligned) {
   const bool is_crowded = is_float32 + (form == Form::RESIDUAL) + !is_aligned > 1 ||
                           (form == Form::DROPOUT_OF_Y && !is_aligned);
@@ -243,8 +242,8 @@ inline void hint_last(Plan &plan, const Problem &p, const Device &device, int te
 }
 
 // Returns the number of partial rows of the fallback kernel: a few CTAs per SM, if there are enough
-// rows. The number is larger if a thread would otherwise add more than MOST_ROWS rows. It is at
-// most the limit of gridDim.y.
+// rows. The number is larger if a thread would otherwise add more than MOST_ROWS rows. The limit of
+// gridDim.y caps it.
 inline int64_t generic_parts(const Problem &p, const Device &device) {
   const int64_t tiles = ceil_div(p.cols, COLUMNS_X);
   const int64_t usual = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
@@ -273,8 +272,7 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   Plan plan{};
   if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p, device);
   plan.ctas = ceil_div(p.rows, plan.rows_per_cta) * plan.cluster;
-  // If only one tensor is read, CTAs that wait for their sums have too few bytes in flight without
-  // prefetches.
+  // If only one tensor is read, waiting CTAs have too few bytes in flight without prefetches.
   if (p.form != Form::RESIDUAL && row_bytes(p) >= AHEAD_ROW_BYTES) {
     plan.ahead = static_cast<int>(device.l2_bytes / AHEAD_PARTS / row_bytes(p));
   }
@@ -327,10 +325,9 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
 }
 
 // Chooses the eviction hint of backward. Medium tensors are read with evict_first, so that grad_x
-// stays in the L2 for the next kernel. Large tensors are read with evict_last, so that their lines
-// stay in the L2 longer than the lines that are written. For float32, evict_last also helps smaller
-// tensors, because float32 needs fewer instructions per byte. float32 pipelines that write two
-// tensors use evict_first.
+// stays in the L2 for the next kernel. Large tensors are read with evict_last, so that they outlast
+// the written lines in the L2. For float32, evict_last also helps smaller tensors, because float32
+// needs fewer instructions per byte. float32 pipelines that write two tensors use evict_first.
 inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const int64_t bytes = p.rows * row_bytes(p);
   const bool is_float = p.dtype == DTYPE_FLOAT32;

@@ -92,9 +92,8 @@ struct PlainSum {
   __device__ void join(const PlainSum &other) { sum += other.sum; }
 };
 
-// Joins the partial results that the threads of a strip have for each inner element. The order in
-// which they are joined depends only on the shape of the launch, so that every run gives the same
-// bits.
+// Joins the partial results that the threads of a strip have for each inner element. The order of
+// the joins depends only on the shape of the launch, so that every run gives the same bits.
 template <typename V, int N>
 class StripJoin {
  public:

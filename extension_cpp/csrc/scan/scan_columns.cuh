@@ -1,5 +1,5 @@
-// Scans over columns on the GPU (inner > 1), where elements of neighbouring lines (scan.h) are
-// neighbours in memory.
+// Scans over columns on the GPU (inner > 1), where neighbouring lines (scan.h) are neighbours in
+// memory.
 #ifndef EXTENSION_CPP_SCAN_COLUMNS_CUH
 #define EXTENSION_CPP_SCAN_COLUMNS_CUH
 
@@ -26,7 +26,7 @@ struct ColumnTile {
   const Outer outer;
   const int64_t first_step, first_line;  // first step and first line of the CTA's tile
   const int run;                         // first step of the run, counted from first_step
-  const int steps;  // steps to the end of the lines, at most one more than a tile has
+  const int steps;  // number of steps up to the lines' end, or p.plan.steps + 1 if less
 
   __device__ ColumnTile(const Params<Op> &p, const Outer &outer, unsigned tile, unsigned strip)
       : p(p),
@@ -121,8 +121,7 @@ struct ColumnTile {
     return start_state(p, lines(line) > 0, outer, first_line + line);
   }
 
-  // Calls f(inputs, step, line) for STEPS steps of LINES lines, beginning with step k * STEPS of
-  // the run.
+  // Calls f(inputs, step, line) for LINES lines and STEPS steps, the first at k * STEPS in the run.
   template <typename F>
   __device__ void for_each_step(int repeat, int k, F &&f) const {
     A v[Op::INPUTS][N];

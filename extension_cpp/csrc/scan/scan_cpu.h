@@ -114,15 +114,14 @@ ALWAYS_INLINE carry_float16 carry_from_float16(double start) {
 }
 ALWAYS_INLINE carry_bfloat16 carry_from_bfloat16(double start) { return carry_from_float16(start); }
 
-/* These functions return the sum of the blocks scanned so far, without the value before the
- * part. */
+/* Return the sum of the blocks scanned so far, without the value before the part. */
 ALWAYS_INLINE double carried_float32(carry_float32 carry) { return carry.sum; }
 ALWAYS_INLINE double carried_float64(carry_float64 carry) { return carry.sum; }
 ALWAYS_INLINE double carried_float16(carry_float16 carry) { return carry.sum[LANES - 1]; }
 ALWAYS_INLINE double carried_bfloat16(carry_bfloat16 carry) { return carry.sum[LANES - 1]; }
 
-/* These functions scan a block in place: v[k] becomes the running sum of the line up to and
- * including the element in lane k. */
+/* Scan a block in place: v[k] becomes the line's running sum up to and including lane k's
+ * element. */
 ALWAYS_INLINE carry_float32 scan_block_float32(float *v, carry_float32 carry) {
   enum { COUNT = BLOCK / LANES };
   const double before = carry.start + carry.sum;

@@ -3,8 +3,7 @@
 
 /* ---- blocks with any stride ----
  * Elements that are not neighbours in memory, or fill no whole block, are copied to or from a block
- * in memory. The arithmetic of a kernel is then compiled only once, and the lanes stay in
- * registers. */
+ * in memory. A kernel's arithmetic is then compiled only once, and lanes stay in registers. */
 
 /* Copies n elements, which are `stride` apart at p, to the array `block`, and fills the rest of the
  * array with `rest`. Returns the array. */
@@ -106,8 +105,7 @@ ALWAYS_INLINE int NAME(streams)(const scan_shape *shape, int64_t moves) {
                            (int64_t)sizeof(T));
 }
 
-/* These functions return whether every block of a row, or of a tile, consists of whole cache lines
- * of 64 bytes. */
+/* Return whether every block of a row, or of a tile, consists of whole cache lines of 64 bytes. */
 ALWAYS_INLINE int NAME(row_streams)(scan_output y) {
   const uintptr_t p = (uintptr_t)y.data;
   return (y.step == 1 && p % 64 == 0) || (y.step == -1 && (p + sizeof(T)) % 64 == 0);
@@ -159,9 +157,8 @@ NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_ste
 /* The type of the sums of columns: double, but float for half types, as scan.h permits. */
 typedef __typeof__(_Generic((T){0}, uint16_t : 0.0f, default : 0.0)) NAME(sum_t);
 
-/* Scans a part of a tile of columns, whose lanes are in block order. The function reads one step at
- * a time, because reading and streaming two or four rows of memory at a time takes twice as
- * long. */
+/* Scans a part of a tile of columns, whose lanes are in block order. It reads one step at a time,
+ * because reading and streaming two or four rows of memory at a time takes twice as long. */
 NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t steps,
                                 const double *start, double *total, int only_total, int stream) {
   NAME(sum_t) from[SCAN_TILE], sums[SCAN_TILE];

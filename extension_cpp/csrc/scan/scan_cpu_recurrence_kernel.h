@@ -181,7 +181,7 @@ ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, in
   NAME(load_stride)(v, from, step, n, rest);
 }
 
-/* Loads the block of x that begins at step i + 1. The value after the last step of a line is
+/* Loads the block of x at steps i + 1 and later. The value after the last step of a line is
  * `end`. */
 ALWAYS_INLINE void NAME(load_later)(ACC *v, scan_input x, int64_t i, int n, int is_end, ACC end) {
   NAME(load_stride)(v, (const T *)x.data + (i + 1) * x.step, x.step, n - is_end, end);
@@ -214,8 +214,7 @@ NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_ar
   return sum;
 }
 
-/* Loads h at step i + 1 for n columns, beginning with column c. After the last step (is_end) it
- * loads h0. */
+/* Loads h at step i + 1 for n columns from c on. After the last step (is_end) it loads h0. */
 ALWAYS_INLINE void NAME(later_columns)(ACC *v, scan_input h, const ACC *h0, int64_t i, int c, int n,
                                        int64_t ahead, int is_end) {
   if (is_end) {

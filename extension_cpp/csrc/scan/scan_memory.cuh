@@ -136,8 +136,7 @@ __device__ inline typename Op::T *element(const Params<Op> &p, const scan_output
   return static_cast<typename Op::T *>(out.data) + offset(p, out, outer, step, i);
 }
 
-// Returns count * stride. With a 32-bit count, the product takes fewer instructions than with a
-// 64-bit count.
+// Returns count * stride. A 32-bit count takes fewer instructions than a 64-bit count.
 __device__ inline int64_t strides(int count, int64_t stride) {
   return static_cast<int64_t>(static_cast<unsigned>(count)) * stride;
 }
@@ -163,8 +162,7 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
-// Returns whether no vector straddles the end of `size` elements, and every vector can be copied
-// whole.
+// Returns whether no vector straddles the end of `size` elements, and all can be copied whole.
 template <typename Op>
 __device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
   bool all = size % WIDTH<typename Op::T> == 0;
@@ -235,8 +233,7 @@ __device__ inline typename Op::T after_last(const Params<Op> &p, const Outer &ou
   return p.after.data == nullptr ? T{} : *element(p, p.after, outer, 0, i);
 }
 
-// Writes the gradient of the state before a line. `state` is the state after the kernel's last
-// step.
+// Writes the gradient of the state before a line. `state` is that after the last step.
 template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, const Outer &outer, int64_t i,
                                       typename Op::Algebra::State state) {

@@ -170,8 +170,8 @@ struct Run {
     if (p.in[i].is_vector && p.in[i].at.step < 0 && at.count >= (in_row + 1) * N) reverse(v);
   }
 
-  // Does the same as get() for the values at step + Op::shift(i). `before`, the value before the
-  // vector, is updated.
+  // Does the same as get() at step + Op::shift(i). `before`, the value before the vector, is
+  // updated.
   __device__ void get_shifted(A (&v)[N], int i, int k, int in_row, A &before) const {
     get(v, i, k, in_row);
     if (Op::shift(i) < 0) {

@@ -147,9 +147,8 @@ struct LookBack {
     blocks = {words(layout.blocks, layout.block_count * blocks.PIECES), COLUMNS};
   }
 
-  // The values that one warp joins, among the `count` published values that begin with number
-  // `first`. The constructor reads each value once without waiting, so that all loads are in
-  // flight.
+  // The values that one warp joins, of the `count` published values from number `first` on. The
+  // constructor reads each value once without waiting, so that all loads are in flight.
   struct Share {
     const Published<Part> &from;
     int64_t first;

@@ -2,7 +2,7 @@
 //
 // If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers. The forward
 // kernel of the norms does the same, with the same plan (rows/plan.h). Such a row is read once and
-// written once. All other cases are processed in strips, which are read twice.
+// written once. All other cases are processed in strips (rows/strips.cuh), which are read twice.
 #include "rows/exp_sum.cuh"
 #include "rows/strips.cuh"
 #include "softmax/softmax.h"

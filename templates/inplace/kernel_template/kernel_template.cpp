@@ -71,8 +71,7 @@ static void step_out(const Tensor &param, const Tensor &grad, const Tensor &mome
 }
 
 // An operator that writes to its arguments has no derivative, and therefore no no-grad overload.
-// The overload `out` implements the argument out= of the public function. torch.compile does not
-// need it.
+// The overload `out` is for the public function's argument out=; torch.compile does not need it.
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   DEF(m,
       "kernel_template(Tensor(a!) param, Tensor grad, Tensor(b!) momentum, float lr, float "

@@ -5,8 +5,8 @@
  * An output may be the same tensor as an input, and in the in-place operator it is: a thread reads
  * element i of all three inputs before it writes element i of an output. Otherwise an output
  * overlaps no other tensor. All tensors have the same order of elements in memory, without gaps.
- * numel = 0 is not allowed. NaN propagates. Results are computed in float (double for float64), and
- * each is rounded once. */
+ * numel = 0 is not allowed. NaN propagates. Results are computed in float (double for float64) and
+ * rounded once. */
 #pragma once
 
 #include "common/dtype.h"
@@ -28,12 +28,10 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_args;
 
-/* CPU kernel. It processes chunks [begin, end) of CHUNK elements. `args` points to the kernel's
- * argument struct. */
+/* CPU kernel for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void kernel_template_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launcher for the current device, which holds the tensors. `stream` is a cudaStream_t. The
- * function returns a cudaError_t. */
+/* CUDA launcher for the current device. It takes a cudaStream_t and returns a cudaError_t. */
 int kernel_template_cuda(const kernel_template_args *args, void *stream);
 
 #ifdef __cplusplus

@@ -50,13 +50,12 @@ typedef struct {
 
 /* CPU kernels. Forward processes rows [begin, end), and backward parts [begin, end) of the rows.
  * After backward, grad_weight_cpu processes blocks [begin, end) of 32 columns. `args` points to the
- * kernel's argument struct. */
+ * argument struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers for the current device, which holds the tensors. `stream` is a cudaStream_t. The
- * functions return a cudaError_t. */
+/* CUDA launchers for the current device. They take a cudaStream_t and return a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

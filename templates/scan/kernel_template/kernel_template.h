@@ -27,11 +27,10 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_args;
 
-/* CPU kernel. It processes rows [begin, end). `args` points to the kernel's argument struct. */
+/* CPU kernel. It processes rows [begin, end). `args` points to the argument struct. */
 void kernel_template_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launcher for the current device. `stream` is a cudaStream_t. The function returns a
- * cudaError_t. */
+/* CUDA launcher for the current device. It takes a cudaStream_t and returns a cudaError_t. */
 int kernel_template_cuda(const kernel_template_args *args, void *stream);
 
 #ifdef __cplusplus

@@ -29,8 +29,7 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_args;
 
-/* CPU kernel. It processes chunks [begin, end) of all tensors. `args` points to the kernel's
- * argument struct. */
+/* CPU kernel for chunks [begin, end) of all tensors. `args` points to the argument struct. */
 void kernel_template_cpu(int64_t begin, int64_t end, void *args);
 
 /* CUDA launcher for the current device, which holds the tensors. `stream` is a cudaStream_t. The

@@ -20,8 +20,7 @@ struct Table {
 };
 static_assert(sizeof(Table) <= 4096);
 
-// Returns the index of the tensor to which a chunk belongs: the last tensor whose first chunk is
-// not after this chunk.
+// Returns the index of a chunk's tensor: the last with a first chunk not after this chunk.
 static __device__ int tensor_of(const Table &table, int64_t chunk) {
   int low = 0, high = table.count;
   while (high - low > 1) {

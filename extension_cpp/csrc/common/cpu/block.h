@@ -10,8 +10,7 @@
  * A load of n < BLOCK elements fills the rest of the block with zeros. A store of n < BLOCK
  * elements writes only n. Partial loads and stores copy through a whole block in memory, so that
  * the arithmetic of a kernel is compiled once for all n. The branch for a partial block costs less
- * than a second copy of the kernel's code. Pass n as a constant where it is one, so that the
- * compiler removes the branch. */
+ * than a second copy of the kernel's code. Pass n as a constant wherever it is one. */
 #ifndef EXTENSION_CPP_CPU_BLOCK_H
 #define EXTENSION_CPP_CPU_BLOCK_H
 
@@ -40,8 +39,7 @@ enum { BLOCK = 32 };
 typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t;
 typedef uint16_t __attribute__((may_alias)) half_t;
 
-/* column_<type>(k) returns the position in memory, within its block, of the element that lane k
- * holds. */
+/* column_<type>(k) returns the position in memory, within its block, of lane k's element. */
 ALWAYS_INLINE int column_float64(int k) { return k; }
 ALWAYS_INLINE int column_float32(int k) { return k; }
 ALWAYS_INLINE int column_float16(int k) { return k; }
@@ -67,15 +65,13 @@ ALWAYS_INLINE uint32_t bfloat16_bits(float x) {
   return x != x ? 0x7fc00000u : rounded;
 }
 
-/* Does the same as bfloat16_bits without a test for NaN. If x is NaN, its lower 16 bits must be
- * 0. */
+/* Does the same as bfloat16_bits without a NaN test. The lower 16 bits of a NaN x must be 0. */
 ALWAYS_INLINE uint32_t clean_bfloat16_bits(float x) {
   const uint32_t bits = float_bits(x);
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 
-/* Conversions for processors without F16C. Their results equal those of the F16C instructions for
- * every input. */
+/* Conversions for processors without F16C. Results equal those of F16C for every input. */
 ALWAYS_INLINE float float16_to_float(uint16_t half) {
   const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
   const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
@@ -288,8 +284,7 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
 
 /* Calls block(args, i, n, stream) for the elements [begin, end), with n = BLOCK, and then once with
  * n < BLOCK for the tail. `out` is the address to which the block at `begin` is written. If
- * `stream` is set and `out` is aligned to 64 bytes, whole blocks are written with non-temporal
- * stores. */
+ * `stream` is set and `out` is aligned to 64 bytes, whole blocks get non-temporal stores. */
 #define FOR_BLOCKS(block, args, begin, end, out, stream)                   \
   do {                                                                     \
     const int aligned = (stream) && (uintptr_t)(out) % 64 == 0;            \

@@ -9,8 +9,8 @@
  *  v3        AVX2, FMA, F16C
  *  v4        AVX-512 F, BW, VL, DQ; for float64 it calls v3, which gives the same bits
  *
- * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 selects a lower level than the highest that the processor
- * has. The variable is read when the library is loaded. (PyTorch's own variable of this kind is
+ * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 selects a lower level than the processor has. The variable
+ * is read when the library is loaded. (PyTorch's own variable of this kind is
  * ATEN_CPU_CAPABILITY.) */
 #ifndef EXTENSION_CPP_CPU_LEVEL_H
 #define EXTENSION_CPP_CPU_LEVEL_H

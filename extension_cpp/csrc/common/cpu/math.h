@@ -122,8 +122,7 @@ ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
 }
 
 /* Computes 2^x / 2 for x <= 127 as two factors, of which it returns one and stores the other in
- * *power. The result is 0 for x <= -126. Because the constant 126 is even, the addition rounds ties
- * as round_float does. */
+ * *power. The result is 0 for x <= -126. 126 is even, so that ties round as in round_float. */
 ALWAYS_INLINE float exp2_parts_float(float x, int degree, float *power) {
   x = x < exp2_zero_float ? exp2_zero_float : x;
   *power = bits_float(float_bits(x + (0x1.8p23f + 126)) << 23);
@@ -138,8 +137,7 @@ ALWAYS_INLINE double exp_parts_double(double x, int degree, double *power) {
   return exp(x);
 }
 
-/* Computes exp(x) / 2 and not 2^x / 2: callers have multiplied x by LOG2E, which is 1 for
- * double. */
+/* Computes exp(x) / 2, not 2^x / 2, because LOG2E, by which callers multiply, is 1 for double. */
 ALWAYS_INLINE double exp2_parts_double(double x, int degree, double *power) {
   const double p = exp_parts_double(x, degree, power);
   *power = 0.5;

@@ -1,6 +1,6 @@
-/* Dropout for CPU kernels, which loop over the lanes of a block. A separate loop turns the random
- * bits of common/philox.h into masks of one bit per element, ahead of their use. A block takes 32
- * mask bits, starting at any element. A kernel that reads a row twice computes the row's mask only
+/* Dropout for kernels that loop over lanes. A separate loop turns the random bits of
+ * common/philox.h into masks of one bit per element, ahead of their use. A block takes 32 mask
+ * bits, starting at any element. A kernel that reads a row twice computes the row's mask only
  * once. */
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
 #define EXTENSION_CPP_CPU_PHILOX_H
@@ -43,8 +43,7 @@ ALWAYS_INLINE lanes_t upper_halves(lanes_t product) {
 }
 
 /* Stores one byte per counter: a mask of the counter's eight elements, computed from its four
- * words. Bit k is set if element k is kept, which means that its random bits exceed
- * last_dropped. */
+ * words. Bit k is set if element k is kept: if its random bits exceed last_dropped. */
 ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_dropped) {
 #if defined(__AVX512F__)
   uint64_t bytes = 0;

@@ -53,9 +53,9 @@ ALWAYS_INLINE int64_t elements_to_line(const void *p, int64_t size) {
 
 /* Calls block(args, i, c, n, stream) for the elements [begin, end) of a matrix with rows of `cols`
  * elements. Each call covers n elements of one row. The first has flat index i and column c. `out`
- * points to element 0 of the output. If `stream` is set, the elements of `out` before the next
- * address that is a multiple of 64 get a separate call, so that the rest of the row can use
- * non-temporal stores. */
+ * points to element 0 of the output. If `stream` is set, the elements before the next multiple of
+ * 64 bytes of `out` get a separate call, so that the rest of the row can use non-temporal
+ * stores. */
 #define FOR_ROW_BLOCKS(block, args, begin, end, cols, out, stream)                               \
   do {                                                                                           \
     for (int64_t i = (begin), c = (begin) % (cols); i < (end); c = 0) {                          \

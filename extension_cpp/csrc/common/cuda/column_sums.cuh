@@ -8,10 +8,9 @@
 // used.
 //
 // Unaligned rows. With vectors of N elements, row r begins (phase + r * cols) % N elements after an
-// aligned address. The rows of a thread are a multiple of N apart, so they all have the same
-// offset. A thread's columns are therefore fixed and all its accesses are aligned, for any number
-// of columns. A vector that straddles the end of a row is loaded whole and stored element by
-// element.
+// aligned address. The rows of a thread are a multiple of N apart, so their offset is the same. A
+// thread's columns are therefore fixed and its accesses are aligned, for any number of columns. A
+// vector that straddles the end of a row is loaded whole and stored element by element.
 #ifndef EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 #define EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 

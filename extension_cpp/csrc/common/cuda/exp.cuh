@@ -5,8 +5,7 @@
 
 #include "common/cuda/vector.cuh"
 
-// These functions compute 2^x and 1 / x in one instruction each. Subnormal inputs and results are
-// flushed to 0.
+// Compute 2^x and 1 / x in one instruction each. Subnormal inputs and results are flushed to 0.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -23,8 +22,7 @@ __device__ inline float reciprocal_fast(float x) {
 // For float32, scaled(x) is exp(x) * 2^64, so that x exp(x) keeps its digits where exp(x) alone
 // would underflow. x is first reduced to |r| <= ln2/2, because the error of the hardware's exp2
 // grows with its argument. Half-precision results need neither the factor nor the reduction.
-// Arithmetic limits the kernels of these types, with eight elements per vector, so both are left
-// out.
+// Arithmetic limits the speed of these types, so both are left out.
 template <typename T>
 struct Exp {
   static constexpr float UNSCALE = 1.0f;
@@ -52,8 +50,7 @@ struct Exp<double> {
 __device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 __device__ inline double divide(double a, double b) { return a / b; }
 
-// Returns 1 / x for a normal x. One Newton step refines the hardware's approximation and makes 1 /
-// 1 exact.
+// Returns 1 / x for a normal x. One Newton step refines the approximation and makes 1 / 1 exact.
 __device__ inline float reciprocal(float x) {
   const float y = reciprocal_fast(x);
   return fmaf(fmaf(-x, y, 1.0f), y, y);

@@ -38,8 +38,7 @@ struct NoRow {
 };
 
 // The policy class for a row operand: the last operand of f is p[i % cols]. `whole` is true if
-// every vector of elements needs exactly one aligned vector of p. `aligned` is true if p itself is
-// aligned.
+// every vector of elements needs one aligned vector of p, and `aligned` if p is aligned.
 template <typename T>
 struct Row {
   static constexpr int OPERANDS = 1;
@@ -52,9 +51,8 @@ struct Row {
   static uint64_t ends() { return 0; }
 };
 
-// The policy class for inputs with rows of `cols` elements and perhaps gaps between the rows. There
-// is no row operand. If there are gaps, a launch has fewer than 2^32 elements, and each vector is
-// in one row.
+// The policy class for inputs with rows of `cols` elements, perhaps with gaps, and no row operand.
+// If there are gaps, a launch has fewer than 2^32 elements, and each vector is in one row.
 template <int IN>
 struct RowStrides {
   static constexpr int OPERANDS = 0;
@@ -107,8 +105,7 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
   }
 }
 
-// Processes COUNT vectors of N elements. The first begins at element i, each next one `step`
-// elements later.
+// Processes COUNT vectors of N elements. The first begins at element i, the next `step` later.
 template <typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
 __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
                                     int64_t i, int step) {
@@ -163,8 +160,7 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
 
 // ---- host code; functions that do not depend on types are compiled once, not once per kernel ----
 
-// How the elements are divided among `ctas` CTAs: `head` single elements, then vectors of `width`
-// elements.
+// How elements are divided among CTAs: `head` single elements, then vectors of `width` elements.
 struct Division {
   int width, head;
   unsigned ctas;

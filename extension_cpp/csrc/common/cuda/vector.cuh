@@ -61,7 +61,7 @@ struct Bits<2> {
 template <typename T, int N>
 using Vector = typename Bits<sizeof(T) * N>::type;
 
-// Loads a vector into registers. To have several loads in flight, issue all loads before the first
+// Loads a vector into registers. To have several in flight, issue all loads before the first
 // unpack().
 template <typename T, int N>
 __device__ inline Vector<T, N> load_vector(const T *p) {

@@ -1,6 +1,6 @@
 // Functions that the shims of element-wise ops with a bias over the last dimension share
-// (bias_gelu, scale_bias_relu): checks, allocation and launches. Callers first set the options of
-// their op in `args`.
+// (bias_gelu, scale_bias_relu): checks, allocation, launches. Callers set their op's options in
+// `args`.
 #ifndef EXTENSION_CPP_BIAS_H
 #define EXTENSION_CPP_BIAS_H
 

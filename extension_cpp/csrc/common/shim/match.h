@@ -54,7 +54,7 @@ class Match {
                   // Checks every tensor of the list. In messages, tensor i is named name[i].
                   const char *shape = "");
   // If a list is the first argument, all its tensors must have the same dtype. "like xs", for
-  // another list xs, means that both lists have the same length and that tensor i has the shape of
+  // another list xs, means that both lists have one length and that tensor i has the shape of
   // xs[i].
 
   // Fails if a value of the int64 tensor x is negative, or n or more. The message gives the
@@ -62,8 +62,7 @@ class Match {
   // have to wait for the data. A CUDA kernel must skip such values itself.
   void index(const char *name, const Tensor &x, int64_t n) const;
 
-  // Fails unless x has the given sizes. The error message says that they are the sizes of the
-  // result `like`.
+  // Fails unless x has these sizes. The error message calls them the sizes of the result `like`.
   void sizes(const char *name, const Tensor &x, Sizes sizes, const char *like) const;
 
   // Returns the dtype of the first tensor, which must be floating point.

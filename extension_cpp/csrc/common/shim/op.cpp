@@ -43,7 +43,7 @@ std::string dtype_string(ScalarType dtype) {
     case ScalarType::ComplexHalf: return "complex32";
     case ScalarType::ComplexFloat: return "complex64";
     case ScalarType::ComplexDouble: return "complex128";
-    default: break;  // the names of the others are Python's names in capitals
+    default: break;  // of other dtypes, toString gives Python's name in capitals
   }
   std::string name = torch::headeronly::toString(dtype);
   for (char &c : name) c = static_cast<char>(std::tolower(c));
@@ -298,8 +298,7 @@ Tensor as_contiguous(const Tensor &x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
-// Returns the stride between the rows of x, or -1 if x's strides do not describe rows without
-// overlap.
+// Returns the stride between x's rows, or -1 if the strides do not describe rows without overlap.
 static int64_t row_stride(const Tensor &x, int64_t row_dims) {
   int64_t cols = 1, d = x.dim() - 1;
   for (; d >= x.dim() - row_dims; cols *= x.size(d--)) {

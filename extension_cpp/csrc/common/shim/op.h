@@ -132,8 +132,8 @@ Rows as_rows(const Tensor &x, int64_t row_dims);
 // Copies `from` into `to`, and returns `to`. Does nothing if they are the same tensor.
 Tensor copy_into(const Tensor &to, const Tensor &from);
 
-// Returns the value of an int64 tensor of one element. If x is on a GPU, the call waits until the
-// GPU has computed the value.
+// Returns the value of an int64 tensor of one element. For a CUDA tensor, the call waits for the
+// GPU.
 int64_t number_of(const Tensor &x);
 
 // Fails if elements of `x`, which the op writes, share memory, as in an expanded tensor.
@@ -300,16 +300,14 @@ void def_with_fewer_results(StableLibrary &m, const char *schema, const Function
 // the no-grad overload returns all results.
 void def_in_python(StableLibrary &m, const char *schema, const char *no_grad_results = nullptr);
 
-// Registers `kernel` for the operator `name`. The kernel must be made from the function given to
-// DEF.
+// Registers `kernel` for the operator `name`. It must be made from the function given to DEF.
 void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel);
 void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);
 
 // Registers a list of kernels for the dispatch key CPU and, in a build with CUDA, also for CUDA:
 //   REGISTER_KERNELS(m) { impl_with_no_grad(m, "relu", TORCH_BOX(&relu)); }
-// The macro defines a function with a unique name, because several shims may be compiled as one
-// file.
+// The macro's function has a unique name, because several shims may be compiled as one file.
 #define REGISTER_KERNELS(m) REGISTER_BY(C10_CONCATENATE(register_kernels_, C10_UID), m)
 #define REGISTER_BY(function, m)                                           \
   static void function(::extension_cpp::StableLibrary &);                  \

@@ -10,8 +10,7 @@ namespace extension_cpp {
 // The suffixes of the overloads' names. registration/calls.py has the same suffixes.
 constexpr char NO_GRAD[] = "_no_grad", ALL_RESULTS[] = "_all_results";
 
-// The errors for operators that DEF did not define because schema and C++ function differ, one per
-// line.
+// The errors of operators that DEF rejected because schema and function differ, one per line.
 static std::string &schema_errors() {
   static std::string errors;
   return errors;
