@@ -13,9 +13,9 @@
 
 /* Coefficients of a polynomial G that approximates the tail of Phi: Phi(-z) = erfc(z / sqrt 2) / 2
  * = exp(-z^2 / 2) t G(t), with t = 1 / (z + shift), for 0 <= z <= 15. G(t) is between 0.4 and 2.
- * Sollya's fpminimax minimised its relative error (scripts/erfc_polynomial.sollya). It is 2^-26.7
- * with degree 9, and 2^-17.7 with degree 5 (for 16-bit types). The coefficient of degree 0 is
- * first. */
+ * Sollya's fpminimax minimised its relative error (scripts/erfc_polynomial.sollya). This error is
+ * 2^-26.7 with degree 9, and 2^-17.7 with degree 5 (for 16-bit types). The coefficient of degree 0
+ * is first. */
 #define ERFC_SHIFT 4.0f
 #define ERFC_COEFFICIENTS                                                                    \
   {                                                                                          \

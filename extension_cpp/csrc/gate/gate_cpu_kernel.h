@@ -84,7 +84,7 @@ static void NAME(gate_forward)(const gate_forward_args *args, int64_t begin, int
 ALWAYS_INLINE void NAME(backward)(activation_t kind, const gate_backward_args *args, int64_t begin,
                                   int64_t end) {
   /* Non-temporal stores need both outputs at the same distance from a multiple of 64 bytes. New
-   * tensors usually have, because the allocator aligns them alike. */
+   * tensors usually meet this condition, because the allocator aligns them alike. */
   const int stream = cpu_should_stream(5 * args->rows * args->cols * (int64_t)sizeof(T)) &&
                      ((uintptr_t)args->grad_gate - (uintptr_t)args->grad_up) % 64 == 0;
   for (int64_t i = begin, n; i < end; i += n) {

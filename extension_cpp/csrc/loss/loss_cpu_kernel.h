@@ -106,7 +106,7 @@ NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAM
 
 /* ---- gradient of a row, for forward and for backward ---- */
 
-/* Replaces x by z - shift. With SOFTCAP the function also sets slope to dz/dx. It computes dz/dx
+/* Replaces x by z - shift. With SOFTCAP the function also sets slope to dz/dx. dz/dx is computed
  * from tanh and not from z, because (z - shift) + shift has lost digits of z. */
 ALWAYS_INLINE void NAME(map_with_slope)(ACC *restrict x, ACC *restrict slope, NAME(map_t) map,
                                         const ACC *restrict shift, int form) {

@@ -145,8 +145,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   using Base = BackwardRows<T, Norm, FORM, K, ALIGNED>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
   using typename Base::Fragment, typename Base::Mask;
-  // float32 with two sums per column leaves no registers for the weights. They are then loaded from
-  // the cache for every row.
+  // float32 with two sums per column leaves no registers for the weights. The weights are then
+  // loaded from the cache for every row.
   static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
   using Sum = RowSum<float, 2, true>;
 

@@ -30,8 +30,9 @@ typedef struct {
 } wide_halves_t;
 
 /* Prefetches an output of backward for writing. Backward calls this in the first pass over a row,
- * because the second pass would otherwise wait for memory. It does not if stores bypass the caches,
- * or if rows are so long that the caches would lose the output before the second pass. */
+ * because the second pass would otherwise wait for memory. Backward does not call it if stores
+ * bypass the caches, or if rows are so long that the caches would lose the output before the second
+ * pass. */
 ALWAYS_INLINE void prefetch_output(void *p, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((char *)p + byte, 1, 3);
 }

@@ -54,7 +54,7 @@ ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out
 }
 
 /* First pass over a row. With g = grad_out * weight, it adds g * xhat to `products` and g to `sum`.
- * It sums g * xhat and not g * x, because a sum of g * x could leave float's range. */
+ * The sum is over g * xhat and not g * x, because a sum of g * x could leave float's range. */
 ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, NAME(part_t) part,
                                     cpu_dropout_t *fused, wide_halves_t halves, int64_t c, int n,
                                     int centered, int prefetches) {
@@ -157,7 +157,8 @@ ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, cpu_dropout_t *fused) {
 
 /* ---- rows [begin, end) ---- */
 
-/* Processes rows for one combination of outputs. `needs` is a constant where possible. */
+/* Processes rows for the outputs that the flags `needs` select. `needs` is a constant where
+ * possible. */
 ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fused, int64_t begin,
                                  int64_t end) {
   const norm_backward_args *args = part.args;

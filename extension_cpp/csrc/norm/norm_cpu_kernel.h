@@ -233,8 +233,8 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
   STORE(y + c, v, n, stream);
 }
 
-/* Writes a partial block. It is not inlined, because loads and stores of n < BLOCK elements take
- * much code. */
+/* Writes a partial block. Not inlined, because loads and stores of n < BLOCK elements take much
+ * code. */
 NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y,
                                  const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
                                  int n) {

@@ -2,8 +2,8 @@
 // accumulation type: double for float64, and float otherwise.
 //
 // PARAMETERS is 1 for rms_norm (weight) and 2 for layer_norm (weight, bias). Backward computes
-// PARAMETERS sums over each row, and PARAMETERS sums over each column. The latter are the gradients
-// of the parameters.
+// PARAMETERS sums over each row, and PARAMETERS sums over each column. The column sums are the
+// gradients of the parameters.
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 

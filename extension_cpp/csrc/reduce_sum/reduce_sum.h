@@ -29,8 +29,9 @@ typedef struct {
   dtype_t dtype, out_dtype;
 } reduce_sum_args;
 
-/* How the CPU kernel tiles columns. It sums SUM_BLOCK columns at once, SUM_ROWS rows at a time. A
- * tile has at least SUM_TILE columns (fewer only if inner is less), and less than twice as many. */
+/* How the CPU kernel tiles columns. The kernel sums SUM_BLOCK columns at once, SUM_ROWS rows at a
+ * time. A tile has at least SUM_TILE columns (fewer only if inner is less), and less than twice as
+ * many. */
 enum { SUM_BLOCK = 32, SUM_ROWS = 8, SUM_TILE = 1024 };
 
 static inline int64_t reduce_sum_tiles(int64_t inner) {

@@ -11,7 +11,7 @@
 _Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
 
 /* Returns the first column of block b in a tile of `width` columns. The last block is not cut but
- * overlaps the block before it. Both compute the same sums for the common columns. */
+ * overlaps the block before it. The two blocks compute the same sums for their common columns. */
 ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
   return b * BLOCK < width - BLOCK ? b * BLOCK : width - BLOCK;
 }

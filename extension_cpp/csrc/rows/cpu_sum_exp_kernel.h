@@ -8,8 +8,8 @@
  * raises the maximum, the sums so far are scaled down.
  *
  * NaN and infinities. A NaN does not become the maximum, but it makes the sum NaN. So does +inf,
- * because inf - inf is NaN. While the maximum is -inf, 0 is subtracted in its place, so that -inf
- * adds exp(-inf) = 0. */
+ * because inf - inf is NaN. While the maximum is -inf, 0 is subtracted from z in place of the
+ * maximum, so that -inf adds exp(-inf) = 0. */
 
 /* The map from x to z: z = x * scale, or z = softcap * tanh(x * inverse) with SOFTCAP. scale and
  * softcap are positive, so the largest x has the largest z. */

@@ -75,8 +75,8 @@ struct LaunchConfig : cudaLaunchConfig_t {
   }
 
   // Sets the cluster size and the dynamic shared memory, and allows `kernel` to use them. The
-  // limits belong to the kernel and not to a launch. They are the same for all launches, because
-  // otherwise another CPU thread could lower them before this launch.
+  // limits belong to the kernel and not to a launch. The limits are the same for all launches,
+  // because otherwise another CPU thread could lower them before this launch.
   cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
     dynamicSmemBytes = shared_bytes;
     attribute.id = cudaLaunchAttributeClusterDimension;

@@ -283,8 +283,8 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
 }
 
 // Returns the number of CTAs or clusters of a persistent kernel, each with `unit` rows at once. The
-// number is a multiple of `most`, the number of them that run at once. It is the smallest for which
-// no thread adds more than MOST_ROWS rows.
+// result is the smallest multiple of `most` for which no thread adds more than MOST_ROWS rows.
+// `most` CTAs or clusters run at once.
 inline int64_t row_units(const Problem &p, int64_t unit, int64_t most) {
   return most * ceil_div(p.rows, most * unit * MOST_ROWS);
 }
@@ -301,8 +301,8 @@ inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
 
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   if (!pick_shape(plan, Kernel::PIPELINE, p, device)) return false;
-  // A stage holds one row of x and one of grad_out. Both keep the offset from a multiple of 128
-  // bytes that they have in global memory, because bulk copies are slower otherwise.
+  // A stage holds one row of x and one of grad_out. The two rows keep the offset from a multiple of
+  // 128 bytes that they have in global memory, because bulk copies are slower otherwise.
   plan.stage_vectors = static_cast<int>(ceil_div(plan.slice / vector_elements(p.dtype) + 9, 8) * 8);
   const int64_t stage = 2 * 16 * static_cast<int64_t>(plan.stage_vectors);
   plan.stages = static_cast<int>(std::min(

@@ -44,7 +44,7 @@ struct ColumnTile {
   __device__ int side() const { return min(p.plan.lanes, 32) / STEPS; }  // vectors side by side
   __device__ int line(int repeat) const { return repeat * p.plan.columns + lane * LINES; }
   __device__ int copy_line(int repeat) const { return repeat * p.plan.columns + copy_column; }
-  // Returns the number of lines from line `line` of the CTA to the end.
+  // Returns the number of lines from line `line` of the CTA to the last line of the tensor.
   __device__ int64_t lines(int line) const { return p.inner - first_line - line; }
   __device__ int input_bytes() const {
     return p.plan.vectors * p.plan.repeats * THREADS * 16 + GAPS;
@@ -89,7 +89,7 @@ struct ColumnTile {
     }
   }
 
-  // Gathers the elements of vectors that copy() cannot copy.
+  // Fills in the vectors that copy() has left at 0, one element at a time.
   __device__ void gather_rest() const {
 #pragma unroll 1
     for (int repeat = 0; repeat < p.plan.repeats; ++repeat) gather_strip(repeat);

@@ -157,8 +157,8 @@ NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_ste
 /* The type of the sums of columns: double, but float for half types, as scan.h permits. */
 typedef __typeof__(_Generic((T){0}, uint16_t : 0.0f, default : 0.0)) NAME(sum_t);
 
-/* Scans a part of a tile of columns, whose lanes are in block order. It reads one step at a time,
- * because reading and streaming two or four rows of memory at a time takes twice as long. */
+/* Scans a part of a tile of columns, whose lanes are in block order. The loop reads one step at a
+ * time, because reading and streaming two or four rows of memory at a time takes twice as long. */
 NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t steps,
                                 const double *start, double *total, int only_total, int stream) {
   NAME(sum_t) from[SCAN_TILE], sums[SCAN_TILE];

@@ -36,9 +36,9 @@ __device__ inline A exp_difference(A a, A b) {
 }
 
 // A Part of numbers x_k is {m, s}: m is the largest x_k, and s is the sum of exp(x_k - m) over the
-// others. The pair avoids the rounding of m + log(1 + s) at each join. s leaves out the term of the
-// largest number, which is 1 and would hide small terms if m is near 0. An empty Part has s = -1. A
-// NaN makes s NaN but does not change m.
+// other x_k. The pair avoids the rounding of m + log(1 + s) at each join. s leaves out the term of
+// the largest number, which is 1 and would hide small terms if m is near 0. An empty Part has s =
+// -1. A NaN makes s NaN but does not change m.
 template <typename A>
 struct LogSum {
   using Part = Words<A, 2>;

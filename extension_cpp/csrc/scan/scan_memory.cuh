@@ -233,7 +233,7 @@ __device__ inline typename Op::T after_last(const Params<Op> &p, const Outer &ou
   return p.after.data == nullptr ? T{} : *element(p, p.after, outer, 0, i);
 }
 
-// Writes the gradient of the state before a line. `state` is that after the last step.
+// Writes the gradient of the state before a line. `state` follows the last step.
 template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, const Outer &outer, int64_t i,
                                       typename Op::Algebra::State state) {

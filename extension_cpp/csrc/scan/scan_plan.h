@@ -76,9 +76,9 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
       plan.columns = plan.rows;
     }
   } else {
-    // If a line fits into one tile, a tile of shorter lines has more threads side by side and fewer
-    // segments. The number of lines must not matter, because segments determine the order of the
-    // joins.
+    // If a line fits into one tile, then the shorter it is, the more threads lie side by side and
+    // the fewer segments a tile has. The number of lines must not matter, because segments
+    // determine the order of the joins.
     const int steps = width / lines_of(width);  // steps in a thread's vector
     plan.lanes = MIN_VECTORS * steps;
     while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors * steps >= shape.length) {
@@ -90,7 +90,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     plan.run = plan.vectors * steps;
     plan.steps = plan.segments * plan.run;
     plan.tiles = ceil_div(shape.length, plan.steps);
-    // With one strip of short lines, a CTA would have few bytes in flight. It scans several.
+    // With one strip of short lines, a CTA would have few bytes in flight. It scans several strips.
     const auto strips = [&](int repeats) { return ceil_div(shape.inner, plan.columns * repeats); };
     while (plan.segments == 1 && 2 * plan.repeats * plan.vectors <= vectors &&
            strips(plan.repeats) > 1 && shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {

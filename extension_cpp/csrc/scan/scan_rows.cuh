@@ -44,7 +44,7 @@ struct RowTile {
 
   // A position in the tile: row number `row` of the CTA, and step `step` of the tile.
   struct Place {
-    int row, step, count;  // count is the number of steps from there on, 0 if there are none
+    int row, step, count;  // count is the number of steps of the row from `step` on, or 0
   };
   // Returns the position in the tile of vector w of the warp.
   __device__ Place place(int w) const {
@@ -82,7 +82,8 @@ struct RowTile {
     }
   }
 
-  // Gathers the elements of vectors that copy() cannot copy, in the order of the steps.
+  // Fills in the vectors that copy() has left at 0, one element at a time, in the order of the
+  // steps.
   __device__ void gather_rest() const {
 #pragma unroll 1
     for (int k = 0; k < K; ++k) {
@@ -138,7 +139,7 @@ struct Run {
   const Params<Op> &p;
   const RowTile<Op> &tile;
   const int first, vectors;        // the run's first vector in the warp; the run's vectors per row
-  typename RowTile<Op>::Place at;  // place of the run's first vector in the row
+  typename RowTile<Op>::Place at;  // position of the run's first vector in the row
   A edges[Op::INPUTS];  // for inputs with a shift: the value before or after the run in its row
 
   __device__ explicit Run(const RowTile<Op> &tile)

@@ -4,11 +4,11 @@
  *   out, grad_out  (count, cols)  the same dtype
  *   index          (count)        int64, contiguous
  *   ends, order    (rows), (count)  scratch of backward on the CPU; NULL on the GPU
- * An index that is negative, or rows or more, reads no memory. Its row of out is NaN, and its row
- * of grad_out is left out. (On the CPU the shim rejects such an index.) rows = 0 is allowed if
- * count = 0, and on the GPU. The shim returns early if a result is empty. NaN propagates. Each row
- * of grad_x adds its terms in the order of the index, in double, without atomics, and is rounded
- * once. Results are run-to-run deterministic, for any number of threads. */
+ * An index that is negative, or rows or more, reads no memory. For such an index, the row of out is
+ * NaN, and the row of grad_out is left out. (On the CPU the shim rejects such an index.) rows = 0
+ * is allowed if count = 0, and on the GPU. The shim returns early if a result is empty. NaN
+ * propagates. Each row of grad_x adds its terms in the order of the index, in double, without
+ * atomics, and is rounded once. Results are run-to-run deterministic, for any number of threads. */
 #pragma once
 
 #include "common/dtype.h"

@@ -1,5 +1,5 @@
 /* kernel_template: momentum_out[i] = beta * momentum[i] + grad[i]
- *                  param_out[i] = param[i] - lr * momentum_out[i], before that is rounded
+ *                  param_out[i] = param[i] - lr * momentum_out[i] (not yet rounded)
  *   param, grad, momentum    (numel)  one type
  *   param_out, momentum_out  (numel)  the same type; no overlap with each other
  * An output may be the same tensor as an input, and in the in-place operator it is: a thread reads

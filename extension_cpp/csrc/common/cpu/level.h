@@ -27,8 +27,8 @@ cpu_level_t cpu_level(void);
 const char *cpu_level_name(cpu_level_t level);
 
 /* Returns whether a kernel that reads and writes this many bytes should bypass the caches with its
- * stores. It should if the bytes exceed the last-level cache. Smaller results stay in the cache for
- * the op that reads them next. */
+ * stores. It should if it touches more bytes than fit into the last-level cache. Smaller results
+ * stay in the cache for the op that reads them next. */
 int cpu_should_stream(int64_t bytes);
 
 #ifdef __cplusplus

@@ -39,12 +39,12 @@ struct Problem {
 constexpr int THREADS = 256;
 constexpr int LOADS = 2;
 constexpr int BLOCKS_PER_SM = 4;
-// The number of CTAs that run at once on the 132 SMs of an H100. It is a constant, so that the sums
-// do not depend on the GPU.
+// The number of CTAs that run at once on the 132 SMs of an H100. WAVE is a constant, so that the
+// sums do not depend on the GPU.
 constexpr int WAVE = 132 * BLOCKS_PER_SM;
 
-// Returns the number of row blocks, each of at least 64 rows, for at most eight waves of CTAs. It
-// is the smallest number that leaves the fewest idle CTAs in the last wave; a difference of less
+// Returns the number of row blocks, each of at least 64 rows, for at most eight waves of CTAs. The
+// number is the smallest that leaves the fewest idle CTAs in the last wave; a difference of less
 // than 2 % does not count.
 inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   const int64_t most = ceil_div(rows, 64);
@@ -108,8 +108,8 @@ __device__ inline void one_vector(const Problem<T, F> &p, int64_t i, int64_t c,
   }
 }
 
-// Does the same as one_vector element by element. It is for vectors that extend past the tensor,
-// before its first row or after its last, and so must not be loaded whole.
+// Does the same as one_vector element by element. Vectors that extend past the tensor, before its
+// first row or after its last, need it, because they must not be loaded whole.
 template <typename T, int N, typename F>
 __device__ inline void one_edge(const Problem<T, F> &p, int64_t i, int64_t c,
                                 const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {

@@ -38,8 +38,8 @@ __device__ inline T from_acc(acc_t<T> x) {
     return x;
 }
 
-// Vector<T, N> holds N elements as they are stored in memory. It is a built-in type such as uint4,
-// because nvcc would load and store a struct element by element.
+// Vector<T, N> holds N elements as they are stored in memory. Vector is a built-in type such as
+// uint4, because nvcc would load and store a struct element by element.
 template <int BYTES>
 struct Bits;
 template <>

@@ -284,7 +284,8 @@ struct FunctionOf<function> {
 // for calls that record no gradient. By default the overload has the same results and kernel. With
 // DEF_WITH_FEWER_RESULTS(m, schema, &function, "Tensor", &no_grad_function) it returns only the
 // leading results, because only backward reads the others. A third operator, <name>_all_results,
-// then returns all results. It has no Autograd kernel either: an autograd.Function calls it.
+// then returns all results. This operator has no Autograd kernel either: an autograd.Function calls
+// it.
 #define DEF_WITH_NO_GRAD(m, schema, ...) \
   ::extension_cpp::def_with_no_grad(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
 #define DEF_WITH_FEWER_RESULTS(m, schema, function, no_grad_results, no_grad_function)             \
@@ -300,7 +301,7 @@ void def_with_fewer_results(StableLibrary &m, const char *schema, const Function
 // the no-grad overload returns all results.
 void def_in_python(StableLibrary &m, const char *schema, const char *no_grad_results = nullptr);
 
-// Registers `kernel` for the operator `name`. It must be made from the function given to DEF.
+// Registers `kernel` for the operator `name`. `kernel` must be made from the function given to DEF.
 void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel);
 void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);
