@@ -115,7 +115,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
 template <typename A>
 struct RowGradient {
   A of_p, of_p_log_p, of_target, of_weight;
-  // log(p_c) = (z_c - from) - log_sum; in backward these are the two numbers of lse
+  // log(p_c) = (z_c - from) - log_sum; in backward, from + log_sum is the saved lse
   A from, log_sum;
   int64_t target;
   bool is_zero;

@@ -10,8 +10,8 @@ typedef struct {
  * compiler reloads an object after every store if its address has been passed to a call.
  *
  * In the functions below, `fused` is the state of a dropout, which may have no seed. For plain
- * norms it is the constant NULL, so that they do not pay for the fused forms. The fused forms are
- * told apart in each block, because a loop for each form would be much code. */
+ * norms it is the constant NULL, so that they do not pay for the fused variants. Each block tests
+ * which variant it has, because a loop for each variant would be much code. */
 typedef struct {
   const norm_backward_args *args;
   ACC *weight_sums, *bias_sums; /* sums over the last FLUSH_ROWS rows; NULL if not needed */
@@ -134,7 +134,7 @@ ALWAYS_INLINE NAME(slope_t) NAME(means_of)(NAME(part_t) part, cpu_dropout_t *fus
 }
 
 /* Makes the first pass in a separate function, which the loops for all combinations of outputs
- * call. Among the fused forms, only a dropout of y changes the first pass. */
+ * call. Among the fused variants, only a dropout of y changes the first pass. */
 NOINLINE NAME(slope_t) NAME(grad_means)(NAME(part_t) part, cpu_dropout_t *fused) {
   if (fused && part.drops_y) return NAME(means_of)(part, fused, 1);
   if (part.needs & CENTERED) return NAME(means_of)(part, NULL, 1);

@@ -24,7 +24,7 @@ struct RowTile {
   Outer first_row;
   int64_t number, first_step;  // index of the tile in its rows, and its first step
   int rows;
-  int steps;  // steps from first_step to the end of the rows, at most one more than a tile has
+  int steps;  // number of steps up to the rows' end, or p.plan.steps + 1 if less
 
   // CTAs are numbered so that the first tiles of all rows come before the second tiles. When a tile
   // begins, most tiles that it waits for are then already done. There are at most 2^31 - 1 CTAs, so

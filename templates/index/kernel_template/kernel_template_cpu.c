@@ -28,7 +28,7 @@ static void kernel_template_sort_cpu_range(int64_t begin, int64_t end, const bac
   int64_t *ends = args->ends, first = 0;
   for (int64_t r = 0; r < args->rows; ++r) ends[r] = 0;
   for (int64_t i = 0; i < args->count; ++i) ++ends[args->index[i]];
-  for (int64_t r = 0; r < args->rows; ++r) { /* replaces the counts by positions of first terms */
+  for (int64_t r = 0; r < args->rows; ++r) { /* count -> position of the first term */
     const int64_t count = ends[r];
     ends[r] = first;
     first += count;
