@@ -108,7 +108,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
   return plan;
 }
 
-// ---- the memory in which tiles publish, and jumps ----
+// ---- the layout of scan_shape.state: the values that tiles publish, and the table of jumps ----
 
 // The layout of scan_shape.state. If a line is a single tile, nothing is published.
 struct StateLayout {

@@ -150,8 +150,8 @@ ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
   return (uint32_t)(bits >> at % 8);
 }
 
-/* Returns x if `kept` is 1, and 0 if it is 0. It uses a bit mask, because in a large loop gcc
- * compiles a selection to a branch. */
+/* Returns x if `kept` is 1, and 0 otherwise. The float version uses a bit mask, because in a large
+ * loop gcc compiles a selection to a branch. */
 ALWAYS_INLINE float float_if(int kept, float x) {
   return bits_float(float_bits(x) & -(uint32_t)kept);
 }

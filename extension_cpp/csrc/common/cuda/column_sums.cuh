@@ -32,7 +32,7 @@ struct Problem {
   int64_t tiles;  // CTAs per row
   int64_t share;  // rows per CTA (one row block)
   int phase;      // elements from an aligned address to x[0]; the same for grad_out and grad_x
-  // how many columns before its first column a tile may begin: N - 1 if rows are unaligned, else 0
+  // columns by which a row's vectors may begin before its tile: N - 1 if rows are unaligned, else 0
   int halo;
 };
 

@@ -1,5 +1,5 @@
 // exp and division by the hardware's approximate instructions. For float32 they are accurate to
-// about 2 ulp. For float64 they are the exp and the division of the CUDA math library.
+// about 2 ulp. For float64 they are exp() and the operator /.
 #ifndef EXTENSION_CPP_CUDA_EXP_CUH
 #define EXTENSION_CPP_CUDA_EXP_CUH
 
