@@ -11,10 +11,10 @@
 
 namespace accessor_mish {
 
-// ---- the arithmetic: y = x tanh(softplus(x)) and dy/dx, with one exp; as in the CUDA file ----
+// ---- the arithmetic: y = x tanh(softplus(x)) and dy/dx. The CUDA file repeats the formulas ----
 
-// tanh(log(1 + e)) = e (e + 2) / (e^2 + 2 e + 2), e = exp(x). From 20 on mish is x to the last bit
-// of a float.
+// tanh(log(1 + e)) = e (e + 2) / (e^2 + 2 e + 2), with e = exp(x). For x > 20, mish(x) rounded to
+// float32 is x.
 static float f(float x) {
   const float e = std::exp(x);
   return x > 20 ? x : x * (e * (e + 2) / (e * (e + 2) + 2));
@@ -33,7 +33,7 @@ void check_input(const char *name, const at::Tensor &x) {
   TORCH_CHECK(x.dim() == 2, "expected ", name, " of shape [B, D], but got ", x.sizes());
 }
 
-// The dispatcher picks a kernel if any argument is on its device, so the others may be elsewhere.
+// The dispatcher picks the CUDA kernel if any argument is on a GPU. The other may be elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);
@@ -45,7 +45,7 @@ void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
 
 // ---- CPU: rows on PyTorch's threads ----
 
-// A thread gets at least this many rows: 32768 elements. Rows of width 0 count as one element.
+// Returns the least number of rows per thread: about 32768 elements. Empty rows count as one.
 static int64_t grain(int64_t cols) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
 }

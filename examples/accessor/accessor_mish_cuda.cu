@@ -1,4 +1,4 @@
-// accessor_mish on the GPU. A CTA takes a row and its threads stride over the columns:
+// accessor_mish on the GPU. A CTA processes a row, and its threads stride over the columns, so that
 // neighbouring threads access neighbouring addresses. Both loops run up to the sizes in the
 // accessors, so that no index leaves the tensor.
 #include <ATen/ATen.h>
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
   }
 }
 
-// A PackedTensorAccessor32 multiplies indices by strides in 32 bits. The kernels' indices go one
-// step past the sizes.
+// A PackedTensorAccessor32 multiplies indices by strides in 32 bits. The kernels' loop indices end
+// up to one increment past the sizes, hence the margin below 2^31.
 static void check_32_bits(const char *name, const at::Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
                 most = (int64_t{1} << 31) - 65536;
@@ -55,7 +55,8 @@ static void check_32_bits(const char *name, const at::Tensor &x) {
               " elements, but got ", last + 1);
 }
 
-// Enough CTAs to fill every GPU. The kernels' loops process the rows beyond that.
+// Returns the number of CTAs, at most 16384, which fill every GPU. A CTA may loop over several
+// rows.
 static int blocks(const at::Tensor &x) {
   return static_cast<int>(std::min<int64_t>(x.size(0), 16384));
 }

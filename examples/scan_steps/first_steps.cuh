@@ -1,4 +1,4 @@
-// The first steps of scan_steps.cu: rows that one thread, CTA or warp scans, a few elements at a
+// Kernels 0 to 3 of scan_steps.cu. One thread, CTA or warp scans a whole row, a few elements at a
 // time.
 #ifndef SCAN_STEPS_FIRST_STEPS_CUH
 #define SCAN_STEPS_FIRST_STEPS_CUH
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(THREADS)
 // ---- 1: Hillis and Steele, in shared memory ----
 
 // A CTA scans THREADS elements of its row at a time. After the pass with offset d, an element holds
-// the sum of the 2 d elements that end with it. A pass reads one buffer and writes the other.
+// the sum of up to 2 d elements that end with it. A pass reads one buffer and writes the other.
 __global__ void __launch_bounds__(THREADS)
     hillis_steele_kernel(const float *x, float *y, int64_t rows, int64_t n) {
   __shared__ float sums[2][THREADS];
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t k = start + i * THREADS + t;
         if (k < n) y[row * n + k] = carry + (tree[i * THREADS + t] + own[i]);
       }
-      // no barrier, because until the next barrier a thread accesses only its own leaves
+      // needs no barrier: until the next one, each thread accesses only its own leaves
       carry += total;
     }
   }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // ---- 3: one warp scans a row, with shuffles ----
 
-// The pass of Hillis and Steele over the registers of a warp, without shared memory and barriers.
+// The method of Hillis and Steele on the registers of a warp, without shared memory and barriers.
 __device__ inline float warp_scan(float sum) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll

@@ -1,10 +1,10 @@
-// Running sums of the rows of a (rows, n) float32 tensor, in seven ways. They lead from one thread
-// per row to tiles of one long row that are scanned in parallel. docs/scan.md explains each step.
-// Every step is complete: it takes any number of rows of any length. All steps but look_back give
+// Seven kernels that compute the running sums of each row of a (rows, n) float32 tensor. The first
+// uses one thread per row. The last scans the tiles of one long row in parallel. docs/scan.md
+// explains each kernel. Each takes any number of rows of any length. All kernels but look_back give
 // the same bits in every run.
 //
-// The exported functions at the end take pointers on the current device, `state` of
-// scan_state_bytes(rows, n) bytes, and a cudaStream_t. They return a cudaError_t.
+// The exported functions at the end take pointers to memory of the current device, scratch memory
+// `state` of scan_state_bytes(rows, n) bytes, and a cudaStream_t. They return a cudaError_t.
 // tests/c/cuda_on_cpu compiles this file for the CPU.
 #include <cuda_runtime.h>
 
@@ -21,8 +21,9 @@ constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 
 
 // ---- 4: a CTA scans a row, tile by tile, with a running carry and vectors ----
 
-// The elements of a tile that one thread holds. A warp has 128 * VECTORS neighbouring elements.
-// Vectors j of its lanes are neighbours, so that loads and stores are coalesced.
+// The elements of a tile that one thread holds, as VECTORS vectors. A warp holds 128 * VECTORS
+// neighbouring elements. For each j, vectors j of the warp's 32 lanes are neighbours in memory, so
+// that loads and stores are coalesced.
 using Part = float[VECTORS][4];
 
 __device__ int64_t place(int64_t start, int j) {
@@ -30,7 +31,7 @@ __device__ int64_t place(int64_t start, int j) {
   return start + ((warp * VECTORS + j) * 32 + lane) * 4;
 }
 
-// Loads a thread's part of a tile, with zeros past the end of the row. `aligned` says that rows
+// Loads a thread's elements of a tile, with zeros past the end of the row. `aligned` says that rows
 // begin and end at multiples of 16 bytes.
 template <bool aligned>
 __device__ void load_tile(Part &v, const float *row, int64_t start, int64_t n) {
@@ -47,7 +48,8 @@ __device__ void load_tile(Part &v, const float *row, int64_t start, int64_t n) {
   }
 }
 
-// Stores a thread's part of a tile. nvcc splits some plain vector stores into four, but not __stwb.
+// Stores a thread's elements of a tile, plus `before`. nvcc splits some plain float4 stores into
+// four scalar stores, but it does not split __stwb.
 template <bool aligned>
 __device__ void store_tile(float *row, const Part &v, float before, int64_t start, int64_t n) {
 #pragma unroll
@@ -65,8 +67,8 @@ __device__ void store_tile(float *row, const Part &v, float before, int64_t star
   }
 }
 
-// Scans each warp's part of the tile. Returns the sum of the tile, and sets *before to the sum of
-// the warps before this one. All threads of the CTA call it.
+// Scans the elements of each warp separately. Returns the sum of the tile, and sets *before to the
+// sum of all warps before the calling thread's warp. All threads of the CTA must call the function.
 __device__ float scan_tile(Part &v, float *before) {
   __shared__ float warp_sums[WARPS];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -114,9 +116,9 @@ __global__ void __launch_bounds__(THREADS)
 
 int64_t tiles_of(int64_t n) { return (n + TILE - 1) / TILE; }
 
-// CTAs take tiles in the order in which they begin, so the CTAs of all earlier tiles have begun,
-// too. With blockIdx.x in place of a ticket, waiting CTAs could fill the GPU, and the CTA that they
-// wait for would never begin.
+// Picks the CTA's tile. CTAs get tiles in the order in which they start to run, so the CTAs of all
+// earlier tiles have started, too. If blockIdx.x selected the tile, waiting CTAs could fill the
+// GPU, and the CTA that they wait for would never start.
 __device__ void take_ticket(unsigned long long *tickets, int64_t tiles, int64_t *row,
                             int64_t *tile) {
   __shared__ int64_t taken[2];
@@ -146,8 +148,8 @@ __device__ float warp_sum(float value) {
 
 // ---- 5: decoupled look-back ----
 
-// What a tile has published: nothing, its own sum (OWN), or the sum of the row through this tile
-// (THROUGH). Kind and sum are one word, which is stored at once.
+// What a tile has published: nothing, its own sum (OWN), or the sum of the row up to and including
+// this tile (THROUGH). This state and the sum share a 64-bit word, which is stored at once.
 enum Known : unsigned { NOTHING, OWN, THROUGH };
 
 __device__ void say(uint64_t *word, Known known, float sum) {
@@ -157,8 +159,8 @@ __device__ void say(uint64_t *word, Known known, float sum) {
 }
 
 // Returns the sum of all tiles before `tile`. One warp looks at 32 tiles at a time, the nearest
-// first, and stops at the first that has published THROUGH. The timing decides which tile that is,
-// and with it the order of the additions.
+// first, and stops at the first tile that has published THROUGH. The timing decides at which tile
+// the warp stops, and therefore the order of the additions.
 __device__ float look_back(uint64_t *words, int64_t tile) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float sum = 0;
@@ -200,9 +202,9 @@ __global__ void __launch_bounds__(THREADS)
 
 // ---- 6: look-back along a fixed tree ----
 
-// A sum that other CTAs wait for. `there` is stored with release after the sum, and loaded with
-// acquire before it. A thread that sees `there` = 1 therefore sees the sum, too. This works for
-// sums of any size.
+// A sum that other CTAs wait for. The writer stores `sum` and then `there`, with release semantics.
+// The reader loads `there` with acquire semantics and then `sum`. A thread that reads `there` = 1
+// therefore reads the published sum, whatever the size of its type.
 struct Published {
   float sum;
   unsigned there;
@@ -220,8 +222,8 @@ __device__ float wait_for(Published *from) {
   return from->sum;
 }
 
-// The published sums of one row: of each tile, of each whole group of 32 tiles, and of the row
-// through each whole block of 32 groups.
+// The published sums of one row. `tiles` has the sum of each tile, and `groups` that of each whole
+// group of 32 tiles. `blocks` has the row's sum up to the end of each whole block of 32 groups.
 struct Levels {
   Published *tiles, *groups, *blocks;
 };
@@ -231,7 +233,7 @@ __host__ __device__ int64_t published_of_row(int64_t tiles) {
 }
 
 // Publishes the sum of `tile`, and returns the sum of all tiles before it. One warp calls it. The
-// order of the additions depends only on `tile`. A sum is published before the next wait.
+// order of the additions depends only on `tile`. Each sum is published before the warp waits again.
 __device__ float sum_before(const Levels &row, int64_t tile, float own) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int in_group = static_cast<int>(tile % 32), in_block = static_cast<int>(tile / 32 % 32);
@@ -284,7 +286,7 @@ bool is_aligned(const float *x, const float *y, int64_t n) {
   return (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0 && n % 4 == 0;
 }
 
-// The state consists of the tickets, and of a Published or a word for each sum of every row.
+// `state` holds the ticket counter, and a Published or a word for each published sum of every row.
 static_assert(sizeof(Published) == sizeof(uint64_t), "one size of state for both steps");
 
 int64_t state_bytes(int64_t rows, int64_t n) {

@@ -4,11 +4,13 @@
 
 #include "common/cpu/level.h"
 
-// STABLE_TORCH_LIBRARY does not expand its argument, unlike _FRAGMENT and _IMPL.
+// Unlike the macros ..._FRAGMENT and ..._IMPL, STABLE_TORCH_LIBRARY does not expand a macro given
+// as its argument. OWN expands it first.
 #define OWN(name, m) STABLE_TORCH_LIBRARY(name, m)
 OWN(TORCH_EXTENSION_NAME, m) { (void)m; }
 
-// Python reads this description of the library's build through ctypes.
+// Python calls these functions through ctypes. They describe how the library was built, and name
+// the CPU instruction set in use.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 EXPORTED const char *extension_cpp_build_info() { return BUILD_INFO; }
 EXPORTED const char *extension_cpp_cpu_level() { return cpu_level_name(cpu_level()); }

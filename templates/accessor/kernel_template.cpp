@@ -18,7 +18,7 @@ using torch::stable::Tensor;
 using In = torch::headeronly::HeaderOnlyTensorAccessor<const float, 2>;
 using Out = torch::headeronly::HeaderOnlyTensorAccessor<float, 2>;
 
-// ---- the arithmetic: y = f(x) and dy/dx, here x^2; the CUDA file has the same two lines ----
+// ---- the arithmetic: y = f(x) = x^2 and dy/dx; the CUDA file repeats these two functions ----
 
 static float f(float x) { return x * x; }
 static float derivative(float x) { return 2 * x; }
@@ -48,7 +48,7 @@ void check_input(const char *name, const Tensor &x) {
   check(x.dim() == 2, name, "of shape [B, D]", shape_of(x));
 }
 
-// The dispatcher picks a kernel if any argument is on its device, so the others may be elsewhere.
+// The dispatcher picks the CUDA kernel if any argument is on a GPU. The other may be elsewhere.
 void check_inputs(const Tensor &grad_out, const Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);
@@ -68,7 +68,7 @@ static Out write(const Tensor &x) {
   return Out(static_cast<float *>(x.mutable_data_ptr()), x.sizes().data(), x.strides().data());
 }
 
-// A thread gets at least this many rows: 32768 elements. Rows of width 0 count as one element.
+// Returns the least number of rows per thread: about 32768 elements. Empty rows count as one.
 static int64_t grain(int64_t cols) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
 }

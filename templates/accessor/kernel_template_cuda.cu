@@ -1,5 +1,5 @@
-// kernel_template on the GPU. A CTA takes a row and its threads stride over the columns:
-// neighbouring threads access neighbouring addresses. Both loops run up to the sizes in the
+// kernel_template on the GPU. A CTA processes a row, and its threads stride over the columns, so
+// that neighbouring threads access neighbouring addresses. Both loops run up to the sizes in the
 // accessors, so that no index leaves the tensor.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
   }
 }
 
-// These accessors multiply indices by strides in 32 bits. The kernels' indices go one step past the
-// sizes.
+// These accessors multiply indices by strides in 32 bits. The kernels' loop indices end up to one
+// increment past the sizes, hence the margin below 2^31.
 static In read(const char *name, const Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
                 most = (int64_t{1} << 31) - 65536;
@@ -62,7 +62,8 @@ static Out write(const Tensor &x) {
   return Out(static_cast<float *>(x.mutable_data_ptr()), x.sizes().data(), x.strides().data());
 }
 
-// Enough CTAs to fill every GPU. The kernels' loops process the rows beyond that.
+// Returns the number of CTAs, at most 16384, which fill every GPU. A CTA may loop over several
+// rows.
 static int blocks(const Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
 
 static cudaStream_t stream_of(const Tensor &x) {

@@ -1,5 +1,6 @@
-// index_sum as a pybind11 module: out[index[r]] += scale * x[r], and its derivative. It is written
-// as many extensions are, including their mistakes. docs/port.md ports it to this package.
+// index_sum as a pybind11 module: out[index[r]] += scale * x[r], and its derivative. The module is
+// deliberately written like many existing extensions, with their usual mistakes. docs/port.md shows
+// how to port it to this package.
 #include <ATen/Parallel.h>
 #include <torch/extension.h>
 

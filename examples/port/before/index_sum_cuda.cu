@@ -1,4 +1,4 @@
-// The CUDA kernels of index_sum. There is one thread for each element. Forward uses atomics,
+// The CUDA kernels of index_sum. Each thread processes one element. Forward adds with atomics,
 // because several rows may have the same index.
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -72,8 +72,8 @@ static Tensor gelu_double_backward(const Tensor &grad_grad_x, const Tensor &grad
   return double_backward("gelu_double_backward", gelu_kind(tanh), grad_grad_x, grad_out, x);
 }
 
-// gelu takes a bool in place of PyTorch's string, because with PyTorch 2.10 and 2.11 the stable ABI
-// leaks a string argument at every call.
+// The schema of gelu has a bool in place of PyTorch's string `approximate`, because with PyTorch
+// 2.10 and 2.11 the stable ABI leaks a string argument at every call.
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   DEF_WITH_NO_GRAD(m, "silu(Tensor x) -> Tensor", &silu);
   DEF_WITH_NO_GRAD(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor", &silu_backward);

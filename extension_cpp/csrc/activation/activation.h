@@ -54,12 +54,12 @@ typedef struct {
   dtype_t dtype;
 } activation_double_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void activation_forward_cpu(int64_t begin, int64_t end, void *args);
 void activation_backward_cpu(int64_t begin, int64_t end, void *args);
 void activation_double_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t. The functions return a cudaError_t. */
 int activation_forward_cuda(const activation_forward_args *args, void *stream);
 int activation_backward_cuda(const activation_backward_args *args, void *stream);
 int activation_double_backward_cuda(const activation_double_backward_args *args, void *stream);

@@ -7,14 +7,15 @@
 /* the factors in u = TANH_C x + TANH_D x^3 */
 #define TANH_C 1.5957691216057308
 #define TANH_D 0.071354816272600249
-/* u and u' are computed with min(x^2, TANH_SQUARE), so that no finite x overflows. For a larger
- * x^2, s(u) is exactly 0 or 1 in every dtype. */
+/* u' is computed from min(x^2, TANH_SQUARE) in place of x^2, so that no finite x overflows. CUDA
+ * code limits x^2 in u, too. For a larger x^2, s(u) is exactly 0 or 1 in every dtype. */
 #define TANH_SQUARE 1600
 
-/* A polynomial G approximates Phi: erfc(z / sqrt 2) / 2 = exp(-z^2 / 2) t G(t), t = 1 / (z +
- * shift), for 0 <= z <= 15. G(t) is between 0.4 and 2. Sollya's fpminimax has minimised its
- * relative error (scripts/erfc_polynomial.sollya), which is 2^-26.7 with degree 9. 16-bit types use
- * degree 5, with 2^-17.7. The coefficients begin with that of degree 0. */
+/* Coefficients of a polynomial G that approximates the tail of Phi: Phi(-z) = erfc(z / sqrt 2) / 2
+ * = exp(-z^2 / 2) t G(t), with t = 1 / (z + shift), for 0 <= z <= 15. G(t) is between 0.4 and 2.
+ * Sollya's fpminimax minimised its relative error (scripts/erfc_polynomial.sollya). This error is
+ * 2^-26.7 with degree 9, and 2^-17.7 with degree 5 (for 16-bit types). The coefficient of degree 0
+ * is first. */
 #define ERFC_SHIFT 4.0f
 #define ERFC_COEFFICIENTS                                                                    \
   {                                                                                          \

@@ -1,4 +1,4 @@
-/* The part of activation_cpu_math.h that does not depend on the element type. */
+/* Those functions for activation_cpu_math.h that do not depend on the element type. */
 #ifndef EXTENSION_CPP_ACTIVATION_CPU_H
 #define EXTENSION_CPP_ACTIVATION_CPU_H
 
@@ -9,20 +9,20 @@
 #include "common/cpu/long_chains.h"
 #include "common/cpu/math.h"
 
-/* exp(u) is 0 for this u in float and in double. It replaces smaller u, for which the scaled exp
- * may not be valid. */
+/* A lower limit for u. Callers use the limit in place of a smaller u, for which the scaled exp may
+ * be invalid. exp of the limit is 0 in float and in double. */
 #define LOGISTIC_ZERO(u) _Generic((u), float : logistic_zero_float, double : -750.0)
-/* exp(-z^2 / 2) is 0 for this z, which replaces smaller z. */
+/* A lower limit for z, which replaces a smaller z. exp(-z^2 / 2) is 0 at the limit. */
 #define GELU_ZERO(z) _Generic((z), float : gelu_zero_float, double : -39.0)
 
 #define ABS(x) _Generic((x), float : __builtin_fabsf, double : __builtin_fabs)(x)
-/* Returns -|x|. gcc would compile -fabsf(x) to two instructions. */
+/* Returns -|x|. gcc would compile -fabsf(x) to two instructions instead of one. */
 ALWAYS_INLINE float minus_abs_float(float x) { return bits_float(float_bits(x) | 0x80000000u); }
 ALWAYS_INLINE double minus_abs_double(double x) { return -__builtin_fabs(x); }
 #define MINUS_ABS(x) _Generic((x), float : minus_abs_float, double : minus_abs_double)(x)
-/* Returns at least `limit`, but NaN if x is NaN. */
+/* Returns the larger of x and `limit`, and NaN if x is NaN. */
 #define AT_LEAST(x, limit) ((x) < (limit) ? (limit) : (x))
-/* Tests the sign bit. A blend instruction can use it without a comparison. */
+/* Returns whether x < 0: for float the sign bit, which a blend uses without a comparison. */
 ALWAYS_INLINE int is_negative_float(float x) { return (int32_t)float_bits(x) < 0; }
 ALWAYS_INLINE int is_negative_double(double x) { return x < 0; }
 #define IS_NEGATIVE(x) _Generic((x), float : is_negative_float, double : is_negative_double)(x)

@@ -1,11 +1,12 @@
 /* The activations and their derivatives on the CPU. The files that include this one are compiled
  * once per element type (for_each_dtype.h defines T, ACC and NAME). activation.h has the formulas.
  *
- * Functions return the value and both derivatives. The compiler removes what the caller does not
- * use. The argument of exp is never positive, so exp does not overflow. Both tails keep their
- * relative accuracy: for u < 0, s(u) is computed as exp(u) / (1 + exp(u)). */
+ * The functions return an activation's value, first and second derivative. The compiler removes
+ * what the caller does not use. The argument of exp is never positive (at most 44 in
+ * logistic_float), so exp does not overflow. Results for large negative x keep their relative
+ * accuracy: for u < 0, s(u) is computed as exp(u) / (1 + exp(u)). */
 
-/* 16-bit results need only shorter polynomials. */
+/* True for 16-bit types, whose results need only shorter polynomials than float32. */
 #define HALF (sizeof(T) == 2)
 
 typedef struct {
@@ -24,13 +25,14 @@ typedef struct {
 
 ALWAYS_INLINE NAME(logistic_t) NAME(logistic)(ACC u) {
   const ACC scaled = NAME(exp_scaled)(AT_LEAST(MINUS_ABS(u), LOGISTIC_ZERO(u)));
-  /* This division does not depend on t, so it need not wait for t. */
+  /* The operands of this division do not depend on t, so the division need not wait for t. */
   const ACC t = scaled * EXP_UNSCALE(u), r = 1 / FMA(scaled, EXP_UNSCALE(u), (ACC)1);
   const ACC small = t * r;
   return (NAME(logistic_t)){IS_NEGATIVE(u) ? small : r, small * r, (1 - t) * r};
 }
 
-/* Returns only s(u), as e / (e + 1) with the scaled exp(u) for e, in three operations fewer. */
+/* Returns only s(u) = e / (e + 1), where e = exp(u) and 1 are both scaled by 2^64. This takes three
+ * operations fewer than logistic(). */
 ALWAYS_INLINE float NAME(logistic_float)(float u) {
   const float low = u > logistic_zero_float ? u : logistic_zero_float;
   const float e = NAME(exp_scaled)(low < logistic_one_float ? low : logistic_one_float);
@@ -59,7 +61,8 @@ ALWAYS_INLINE float NAME(tail_float)(float z, float gauss) {
   static const float c[] = ERFC_COEFFICIENTS, h[] = ERFC_HALF_COEFFICIENTS;
   const float scale = EXP_UNSCALE_FLOAT;
   const float t = 1 / ((HALF ? ERFC_HALF_SHIFT : ERFC_SHIFT) - z);
-  /* Unrolled by hand, because gcc does not vectorise a loop that contains a loop. */
+  /* This loop over the coefficients is unrolled by hand, because gcc does not vectorise the loop
+   * over elements if it contains another loop. */
   float g = scale * (HALF ? h[5] : c[9]);
   if (!HALF) {
     g = fma_float(g, t, scale * c[8]);

@@ -1,10 +1,10 @@
 // The activations and their derivatives on the GPU. activation.h has the formulas.
 //
-// activation<KIND, T>(x) returns the value and both derivatives in T's accumulation type. The
-// compiler removes what the caller does not use. As on the CPU, float32 keeps the relative accuracy
-// of both tails. Half types have eight elements per vector, so instructions and not memory limit
-// their speed. Their value and first derivative take one exp2 and one reciprocal, without range
-// reduction. The relative error is below 2^-15.
+// activation<KIND, T>(x) returns the value, first and second derivative in T's accumulation type.
+// The compiler removes what the caller does not use. As on the CPU, float32 results keep their
+// relative accuracy for large negative x. A vector of a half type has eight elements, so arithmetic
+// and not memory limits the speed. For these types s, Phi and the density take one exp2 and one
+// reciprocal, without range reduction. Their relative error is below 2^-15.
 #ifndef EXTENSION_CPP_ACTIVATION_MATH_CUH
 #define EXTENSION_CPP_ACTIVATION_MATH_CUH
 
@@ -54,7 +54,7 @@ __device__ inline Jet<A> silu(A x) {
 
 template <typename T, typename A = acc_t<T>>
 __device__ inline Jet<A> gelu_tanh(A x) {
-  const A square = fmin(x * x, A(TANH_SQUARE));  // finite if x is NaN, but x below is NaN
+  const A square = fmin(x * x, A(TANH_SQUARE));  // if x is NaN, only the factor x is NaN
   const Logistic<A> s = logistic<T>(x * fma(square, A(TANH_D), A(TANH_C)));
   const A u1 = fma(square, A(3 * TANH_D), A(TANH_C)), xu2 = A(6 * TANH_D) * square;
   const A bend = fabs(x) * s.slope * s.balance;
@@ -85,7 +85,7 @@ __device__ inline Gauss<A> gauss(A x) {
     const float t = reciprocal_fast(fabsf(x) + ERFC_HALF_SHIFT);
     return {e, e * (t * horner(c, t)), square};
   } else {
-    // For |x| > zero, exp(-x^2 / 2) counts as 0.
+    // |x| is limited to `zero`, at which exp(-x^2 / 2) is 0 in type A.
     const A zero = std::is_same_v<A, float> ? 15 : 39;
     const A size = fabs(x) > zero ? zero : fabs(x), square = size * size;
     const A rounded = Exp<T>::scaled(-square / 2) * Exp<T>::UNSCALE;
@@ -120,7 +120,7 @@ __device__ inline A second_derivative(A x) {
   return activation<KIND, A>(x).second;
 }
 
-// Host code: calls f with a zero of the dtype's C++ type and with the kind as a constant:
+// Host code. Calls f with a zero of the dtype's C++ type, and with the kind as a constant:
 //   with_types(dtype, kind, [&](auto zero, auto constant) {
 //     using T = decltype(zero); ... decltype(constant)::value ... })
 template <typename F>

@@ -8,9 +8,9 @@
  *                           grad_bias is NULL
  *   kind                    GELU or GELU_TANH
  * With rows = 0, grad_bias is 0 and nothing else is written. NaN propagates. Results are computed
- * in float (double for float64) and rounded once. grad_bias sums terms that are not rounded: float
- * lanes sum parts of the rows, and the parts are added in order in double. Only the shape
- * determines the parts. Results are run-to-run deterministic, for any number of threads. */
+ * in float (double for float64) and rounded once. grad_bias sums unrounded terms: each float lane
+ * sums a range of rows, and these partial sums are added in order in double. Only the shape
+ * determines the ranges. Results are run-to-run deterministic, for any number of threads. */
 #ifndef EXTENSION_CPP_BIAS_GELU_H
 #define EXTENSION_CPP_BIAS_GELU_H
 
@@ -46,14 +46,14 @@ typedef struct {
   dtype_t dtype;
 } bias_gelu_backward_args;
 
-/* CPU kernels. args points to the struct. Forward processes chunks [begin, end) of CHUNK elements.
- * Backward processes work items [begin, end) of parts * tiles (common/column_sums.h). After it,
- * grad_bias_cpu processes tiles [begin, end). */
+/* CPU kernels. `args` points to the argument struct. Forward processes chunks [begin, end) of CHUNK
+ * elements. Backward processes work items [begin, end), one per part and tile
+ * (common/column_sums.h). After backward, grad_bias_cpu processes tiles [begin, end) of columns. */
 void bias_gelu_forward_cpu(int64_t begin, int64_t end, void *args);
 void bias_gelu_backward_cpu(int64_t begin, int64_t end, void *args);
 void bias_gelu_grad_bias_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t. The functions return a cudaError_t. */
 int bias_gelu_forward_cuda(const bias_gelu_forward_args *args, void *stream);
 int bias_gelu_backward_cuda(const bias_gelu_backward_args *args, void *stream);
 

@@ -1,6 +1,6 @@
-/* bias_gelu on the CPU. Forward divides the elements and not the rows among threads, so that they
- * can share one wide row. Backward processes a tile of columns and a part of the rows at a time
- * (common/cpu/column_sums_kernel.h). The arithmetic is in activation_cpu_math.h. */
+/* bias_gelu on the CPU. Forward divides the elements and not the rows among threads, so that
+ * several threads can share one wide row. A work item of backward is a range of rows within one
+ * tile of columns (common/cpu/column_sums_kernel.h). The arithmetic is in activation_cpu_math.h. */
 #include "bias_gelu/bias_gelu.h"
 
 #include "activation/activation_cpu.h"

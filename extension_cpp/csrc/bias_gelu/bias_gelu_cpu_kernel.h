@@ -2,7 +2,7 @@
  * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
-/* Processes n elements of one row, from flat index i and column c on. */
+/* Processes n elements of one row. The first has flat index i and column c. */
 ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const bias_gelu_forward_args *args,
                                        int64_t i, int64_t c, int n, int stream) {
   ACC x[BLOCK], bias[BLOCK];

@@ -1,17 +1,17 @@
 /* Random bits for dropout, shared by C and CUDA. The generator is Philox 4x32-7, a bijection of a
  * counter of four words under a key of two words. Seven rounds pass the BigCrush tests (see the
- * source below). PyTorch uses ten rounds, a safety margin that a dropout mask does not need.
+ * source below). PyTorch uses ten rounds; a dropout mask does not need this safety margin.
  *
  * The bits of an element are the same in every version of this library and on every device. Element
  * i of a contiguous tensor uses word i % 8 / 2 of philox((i / 8, high word of i / 8, 0, 0), (seed,
  * high word of seed)). If i is odd, the two halves of the word are swapped. Any part of a mask can
  * therefore be recomputed from the seed, in any order.
  *
- * Two elements share a word, because computing one word per element would take longer than reading
- * and writing a half-precision element. Each element is dropped with probability p, rounded to a
- * multiple of 2^-32. The two elements of a word are almost independent: an element's upper 16 bits
- * decide whether it is dropped, unless they equal the threshold's. The probability that both are
- * dropped differs from p^2 by less than 2^-16, and is exact for p = 0.5.
+ * Two elements share a word, because computing a word for each element would take longer than
+ * reading and writing a half-precision element. Each element is dropped with probability p, rounded
+ * to a multiple of 2^-32. The two elements of a word are almost independent: an element's upper 16
+ * bits decide whether it is dropped, unless they equal the threshold's. The probability that both
+ * are dropped differs from p^2 by less than 2^-16, and is exact for p = 0.5.
  *
  * Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". */
 #ifndef EXTENSION_CPP_PHILOX_H
@@ -72,7 +72,7 @@ PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) {
 typedef struct {
   const int64_t *seed; /* shape (1), in the device's memory; NULL means no dropout */
   double scale;        /* 1 / (1 - p) */
-  /* Is used for all types but float64, because nvcc would convert `scale` for every element. */
+  /* `scale` for all types but float64, because nvcc would convert `scale` for every element. */
   float scale_float;
   uint32_t last_dropped; /* round(p * 2^32) - 1, at least 0 */
 } dropout_t;

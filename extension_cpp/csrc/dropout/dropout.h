@@ -25,10 +25,10 @@ typedef struct {
   dtype_t dtype;
 } dropout_forward_args;
 
-/* CPU kernel. It processes chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernel for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void dropout_forward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launcher. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launcher. `stream` is a cudaStream_t. The function returns a cudaError_t. */
 int dropout_forward_cuda(const dropout_forward_args *args, void *stream);
 
 #ifdef __cplusplus

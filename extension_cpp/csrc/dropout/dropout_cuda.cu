@@ -24,7 +24,7 @@ struct Parameters {
   int64_t numel;
 };
 
-// Processes COUNT units, the first at element i, the others `step` elements apart.
+// Processes COUNT units. The first begins at element i, the next `step` elements later.
 template <typename T, int N, int COUNT>
 __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t i, int64_t step) {
   constexpr int VECTORS = UNIT<T> / N;

@@ -45,11 +45,11 @@ typedef struct {
   dtype_t dtype;
 } gate_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void gate_forward_cpu(int64_t begin, int64_t end, void *args);
 void gate_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t. The functions return a cudaError_t. */
 int gate_forward_cuda(const gate_forward_args *args, void *stream);
 int gate_backward_cuda(const gate_backward_args *args, void *stream);
 

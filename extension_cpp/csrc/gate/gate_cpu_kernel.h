@@ -2,7 +2,7 @@
  * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
-/* n neighbouring elements of one row, and where their results are stored. */
+/* Pointers to n neighbouring elements of one row of each input, and to memory for the results. */
 typedef struct {
   const T *gate, *up, *grad_out; /* grad_out is NULL in forward */
   T *y, *grad_up;                /* in backward, y is grad_gate */
@@ -47,8 +47,8 @@ ALWAYS_INLINE void NAME(block)(activation_t kind, const NAME(part_t) * part, int
     NAME(forward_block)(kind, part, i, n, stream);
 }
 
-/* Processes a part of a row. The elements before y's first multiple of 64 bytes are a separate
- * block, so that all other blocks can use non-temporal stores. */
+/* Processes the n elements of `part`. The elements of y before the first address that is a multiple
+ * of 64 are a separate block, so that all other blocks can use non-temporal stores. */
 ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, int stream) {
   const int64_t to_line = stream ? elements_to_line(part->y, sizeof(T)) : 0;
   const int64_t head = to_line < part->n ? to_line : part->n;
@@ -58,7 +58,7 @@ ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, 
   }
 }
 
-/* The number of elements from i to the end of its row, or to `end` if that comes first. */
+/* The number of elements from i to the end of i's row, or to `end` if `end` comes first. */
 #define PART_LENGTH(args, i, end)                                                      \
   ((args)->cols - (i) % (args)->cols < (end) - (i) ? (args)->cols - (i) % (args)->cols \
                                                    : (end) - (i))
@@ -84,7 +84,7 @@ static void NAME(gate_forward)(const gate_forward_args *args, int64_t begin, int
 ALWAYS_INLINE void NAME(backward)(activation_t kind, const gate_backward_args *args, int64_t begin,
                                   int64_t end) {
   /* Non-temporal stores need both outputs at the same distance from a multiple of 64 bytes. New
-   * tensors have this, because the allocator aligns them alike. */
+   * tensors usually meet this condition, because the allocator aligns them alike. */
   const int stream = cpu_should_stream(5 * args->rows * args->cols * (int64_t)sizeof(T)) &&
                      ((uintptr_t)args->grad_gate - (uintptr_t)args->grad_up) % 64 == 0;
   for (int64_t i = begin, n; i < end; i += n) {

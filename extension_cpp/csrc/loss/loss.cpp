@@ -4,7 +4,8 @@
 
 namespace extension_cpp::loss {
 
-// ATen's values. The argument is a number, because PyTorch 2.11 leaks memory for string arguments.
+// The values are those of ATen's enum. The op takes a number and not PyTorch's string, because
+// PyTorch 2.11 leaks memory for string arguments.
 enum Reduction : int64_t { NONE, MEAN, SUM };
 
 static void check_reduction(const char *op, int64_t reduction) {
@@ -41,7 +42,8 @@ static std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor &logits, co
   return {rounded, results.lse, no_total};
 }
 
-// The function of the no-grad overload, which returns only the loss.
+// FirstResult<&f>::call(...) calls f and returns only its first result, the loss. This is the
+// function of the no-grad overload.
 template <auto function>
 struct FirstResult;
 template <typename... Args, std::tuple<Tensor, Tensor, Tensor> (*function)(Args...)>
@@ -87,8 +89,8 @@ static void check_scalar(const char *op, const char *name, const Tensor &x, dtyp
   }
 }
 
-// Processes one chunk of linear_cross_entropy. Returns losses and overwrites logits by scale *
-// gradient.
+// Processes one chunk of rows for linear_cross_entropy. Returns the losses, and overwrites logits
+// by scale times their gradient.
 static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
                                   const Optional &weight, int64_t ignore_index,
                                   double label_smoothing, double z_loss,
@@ -139,7 +141,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor",
       &cross_entropy_chunk);
   DEF(m, "cross_entropy_scale(Tensor x, Tensor factor) -> Tensor", &cross_entropy_scale);
-  // linear_loss.py implements it, because the matrix products are PyTorch's.
+  // linear_loss.py implements the next two ops, because they call PyTorch's matrix products.
   def_in_python(m,
                 "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
                 "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "

@@ -65,7 +65,7 @@ typedef struct {
 } loss_rows;
 
 /* Arguments of forward. If grad_logits is not NULL, forward also writes dloss/dx * *grad_scale to
- * it. It then reads the row again, unless the row is still in registers. */
+ * it. Forward then reads the row a second time, unless the row is still in registers. */
 typedef struct {
   loss_rows rows;
   void *loss;             /* (outer, inner), ACC; the log-probability in token_log_probs */
@@ -91,8 +91,8 @@ typedef struct {
 
 /* Arguments of a sum over rows: out = the sum of loss, divided by *total if is_mean. total = the
  * sum of w_t over the rows whose target is a class and not ignore_index. If target is NULL, every
- * row counts 1; so the sum of the class weights is computed. Without rows, out is 0 (NaN for a
- * mean). The sums are in double, and their order depends only on `rows`. */
+ * row has the weight 1. With the class weights as `loss`, out is then W. Without rows, out is 0
+ * (NaN for a mean). The sums are in double, and their order depends only on `rows`. */
 typedef struct {
   const void *loss;      /* (rows), ACC */
   const int64_t *target; /* (rows) */
@@ -105,7 +105,7 @@ typedef struct {
   int is_mean;
 } loss_reduce_args;
 
-/* Arguments of y = x * *factor. It scales gradients that linear_cross_entropy has already
+/* Arguments of y = x * *factor. This op scales gradients that linear_cross_entropy has already
  * computed. */
 typedef struct {
   const void *x;      /* (numel) */

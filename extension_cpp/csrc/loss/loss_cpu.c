@@ -44,7 +44,7 @@ typedef struct {
   int64_t target;
 } gradient_t;
 
-/* Returns the gradient of an ignored row (0) or of a target outside the classes (NaN). */
+/* Returns the gradient of a row that is ignored (0) or whose target is no class (NaN). */
 static gradient_t constant_gradient(double value) {
   return (gradient_t){.factor = value, .target = -1};
 }
@@ -74,8 +74,8 @@ static gradient_t cross_entropy_gradient(const loss_rows *rows, int64_t target, 
                       .target = target};
 }
 
-/* Returns the gradient of token_log_probs. `grad` is that of the log-probability, `grad_entropy`
- * that of the entropy. */
+/* Returns the gradient of token_log_probs. `grad` is the gradient of the final result with respect
+ * to the log-probability, and `grad_entropy` with respect to the entropy. */
 static gradient_t log_prob_gradient(const loss_rows *rows, int64_t target, double shift,
                                     double inverse, double entropy, double grad,
                                     double grad_entropy) {
@@ -104,7 +104,7 @@ static void loss_scale_cpu_range(int64_t begin, int64_t end, const loss_scale_ar
                  chunk_begin(end, args->numel))
 }
 
-/* Sums over all rows in one work item, because this is little compared with the rows themselves. */
+/* Sums over all rows in one work item, because it takes little time beside the losses. */
 static void loss_reduce_cpu_range(int64_t begin, int64_t end, const loss_reduce_args *args) {
   const dtype_t acc = args->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
   double sum = 0, total = 0;

@@ -1,5 +1,5 @@
-/* The losses of rows and their gradients. loss_cpu.c compiles this file once per element type
- * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
+/* CPU kernels for the losses of rows and their gradients. loss_cpu.c compiles this file once per
+ * element type (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 #include "rows/cpu_sum_exp_kernel.h"
 
 /* Values that a call computes once, before its first row. */
@@ -106,8 +106,8 @@ NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAM
 
 /* ---- gradient of a row, for forward and for backward ---- */
 
-/* Replaces x by z - shift. With SOFTCAP it also sets slope to dz/dx, which is computed from tanh,
- * because (z - shift) + shift has lost digits of z. */
+/* Replaces x by z - shift. With SOFTCAP the function also sets slope to dz/dx. dz/dx is computed
+ * from tanh and not from z, because (z - shift) + shift has lost digits of z. */
 ALWAYS_INLINE void NAME(map_with_slope)(ACC *restrict x, ACC *restrict slope, NAME(map_t) map,
                                         const ACC *restrict shift, int form) {
   if (!(form & SOFTCAP)) {
@@ -121,8 +121,8 @@ ALWAYS_INLINE void NAME(map_with_slope)(ACC *restrict x, ACC *restrict slope, NA
   }
 }
 
-/* Computes n columns of the gradient, from column c on. With form = 0, exp takes most of the
- * time. */
+/* Computes n columns of a row's gradient, beginning with column c. With form = 0 (no flags), exp
+ * takes most of the time. */
 ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *out, gradient_t g,
                                         NAME(map_t) map, int64_t c, int n, int form, int stream) {
   const ACC factor = (ACC)g.factor;
@@ -154,7 +154,7 @@ ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *ou
   STORE(out + c, v, n, stream);
 }
 
-/* Computes a block that contains the target, or a partial block. */
+/* Computes the gradient of a block of columns that contains the target, or of a partial block. */
 NOINLINE void NAME(gradient_part)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
                                   NAME(map_t) map, int64_t c, int n, int form) {
   NAME(gradient_block)(rows, x, out, *g, map, c, n, form | TARGET, 0);

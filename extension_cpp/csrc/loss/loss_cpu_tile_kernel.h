@@ -1,6 +1,6 @@
 /* The losses for inner > 1, in tiles of inner elements. loss_cpu_kernel.h includes this file. */
 
-/* The gradients of a tile's lanes (gradient_t), in block order. */
+/* The members of gradient_t for each lane of a tile, in block order. */
 typedef struct {
   ACC shift[LOSS_TILE], factor[LOSS_TILE], at_target[LOSS_TILE], smooth[LOSS_TILE];
   ACC entropy_factor[LOSS_TILE], entropy[LOSS_TILE];
@@ -20,7 +20,7 @@ ALWAYS_INLINE NAME(place_t) NAME(place_of)(const loss_rows *rows, int64_t item) 
   return (NAME(place_t)){item / tiles, i, left < LOSS_TILE ? (int)left : LOSS_TILE};
 }
 
-/* Returns the inner element that lane k of a tile holds. */
+/* Returns the index, within its tile, of the inner element that lane k holds. */
 ALWAYS_INLINE int NAME(element_of)(int k) { return k / BLOCK * BLOCK + NAME(column)(k % BLOCK); }
 
 ALWAYS_INLINE void NAME(set_lane)(NAME(tile_t) * tile, int k, gradient_t g) {
@@ -34,8 +34,8 @@ ALWAYS_INLINE void NAME(set_lane)(NAME(tile_t) * tile, int k, gradient_t g) {
   tile->target[k] = g.target;
 }
 
-/* Computes one column of the gradient for n lanes from lane `first` on. at[k] is the column of lane
- * k's target. c is the column; both count from the same column of the tile's chunk. */
+/* Computes column c of the gradient for n lanes, beginning with lane `first`. at[k] is the column
+ * of the target of lane first + k. c and at[k] count from the first column of the current chunk. */
 ALWAYS_INLINE void NAME(tile_gradient_column)(const NAME(tile_t) * tile, const T *x, T *out,
                                               NAME(map_t) map, ACC weight, const int32_t *at,
                                               int32_t c, int first, int n, int form, int stream) {

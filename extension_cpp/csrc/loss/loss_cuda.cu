@@ -29,8 +29,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   const loss_rows &rows = p.args.rows;
   RowFragment<T, K, ALIGNED> x{};
   const T *const from_row = static_cast<const T *>(rows.logits) + at.row * p.cols;
-  // In place, threads overwrite the row after the first sum. Every thread therefore reads the
-  // target's logit before this sum, as the start of its maximum.
+  // If the gradient replaces the logits, threads overwrite the row after the first sum over it.
+  // Every thread therefore reads the target's logit before, and starts its maximum with it.
   float own = -INFINITY, sum[1] = {0}, z_target = 0;
   if (at.is_row) {
     x.load(from_row, at.window, p.hint);
@@ -83,7 +83,7 @@ auto with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
 }
 
 // Calls f(zero of the rows' type, mode, N). N is the number of elements that a thread loads at
-// once. It is greater than 1 only for PLAIN.
+// once. N is greater than 1 only for PLAIN.
 template <typename F>
 cudaError_t with_strip_kernel(const loss_rows &rows, bool has_entropy, bool are_aligned, F &&f) {
   return with_dtype(rows.dtype, [&](auto zero) {
@@ -105,7 +105,7 @@ int64_t vectors_of(const loss_rows &rows) {
 
 // Returns the shape of a CTA: x threads per row and y rows. x is the smallest power of two from 4
 // to `most` with which a thread has at most `vectors` vectors of its row, or `most` if there is
-// none. With fewer threads a row would take longer.
+// none. With fewer than x threads, a row would take longer.
 dim3 row_threads(const loss_rows &rows, int vectors, unsigned most) {
   unsigned x = 4;
   while (x < most && static_cast<int64_t>(x) * vectors < vectors_of(rows)) x *= 2;

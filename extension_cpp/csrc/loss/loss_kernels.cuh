@@ -1,5 +1,6 @@
 // The kernels of the losses that do not hold a row in registers: forward over rows with a running
-// maximum, backward element by element, and strips for other dimensions and float64 (loss_cuda.cu).
+// maximum, backward element by element, and kernels over strips (rows/strips.cuh) for other
+// dimensions and float64. loss_cuda.cu lists them.
 #ifndef EXTENSION_CPP_LOSS_KERNELS_CUH
 #define EXTENSION_CPP_LOSS_KERNELS_CUH
 
@@ -14,7 +15,7 @@ constexpr int CTA_THREADS = 256;
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2, TILE_VECTORS = 8;
 constexpr int BACKWARD_CTAS = 5;  // CTAs per SM; this lets the compiler use 48 registers per thread
 
-// The range of part `part`, if `count` items are divided into `parts` equal parts.
+// Range number `part` of indices, if `count` indices are divided into `parts` equal ranges.
 struct Cut {
   int64_t begin, end;
 
@@ -39,8 +40,8 @@ struct RowSpan {
   }
 };
 
-// Calls f(values, column) for this thread's vectors in [begin, end). With has_edges it also calls f
-// for the columns before and after the whole vectors.
+// Calls f(values, column) for this thread's vectors in [begin, end). If has_edges is true, walk()
+// also calls f for the columns before and after the whole vectors.
 template <int UNROLL, typename T, typename F>
 __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, int64_t begin,
                             int64_t end, bool has_edges, F &&f) {
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
   }
 }
 
-// The sums of forward over a row of a strip. smooth = sum(w_c * (z_c - origin)).
+// The sums that forward computes for one row of a strip. smooth = sum(w_c * (z_c - origin)).
 template <Mode MODE, typename A>
 struct LossSum : ExpSum<A, MODE == ENTROPY> {
   static constexpr A smooth = 0;

@@ -16,7 +16,7 @@ using namespace rows;
 enum Mode { PLAIN, GENERAL, ENTROPY };
 
 // Returns tanh(x). The absolute error is about 1e-7, which is enough for z. tanhf is more accurate
-// near 0, but takes ten times the code.
+// near 0, but compiles to ten times as much code.
 __device__ inline float hyperbolic_tangent(float x) {
   return copysignf(1 - 2 / (exponential(2 * fabsf(x)) + 1), x);
 }
@@ -115,7 +115,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
 template <typename A>
 struct RowGradient {
   A of_p, of_p_log_p, of_target, of_weight;
-  // log(p_c) = (z_c - from) - log_sum; in backward these are the two numbers of lse
+  // log(p_c) = (z_c - from) - log_sum; in backward, from + log_sum is the saved lse
   A from, log_sum;
   int64_t target;
   bool is_zero;
@@ -146,7 +146,7 @@ struct RowGradient {
     is_zero = false;
   }
 
-  // Replaces x by dx in M columns, from column c on.
+  // Replaces the logits x of M columns, beginning with column c, by their gradient.
   template <Mode MODE, int M>
   __device__ void apply(A (&x)[M], const loss_rows &p, const Logit<MODE, A> &logit,
                         int64_t c) const {
@@ -165,8 +165,8 @@ struct RowGradient {
       }
       x[j] = is_zero ? A(0) : grad;
     }
-    // In GENERAL the loop above has added the target's term, because softcap makes dz/dx depend on
-    // z.
+    // In GENERAL the loop above has already added the target's term, because there the term has the
+    // factor dz/dx, which with softcap depends on z.
     if constexpr (MODE != GENERAL) {
       if (at < 0) return;
 #pragma unroll

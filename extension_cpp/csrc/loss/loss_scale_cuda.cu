@@ -1,5 +1,5 @@
-// loss_scale on the GPU, element by element (common/cuda/pointwise.cuh). PyTorch's product with a
-// number in GPU memory is not vectorised, and half as fast.
+// loss_scale on the GPU, element by element (common/cuda/pointwise.cuh). PyTorch's own product with
+// a number in GPU memory is not vectorised, and half as fast as this kernel.
 #include "common/cuda/pointwise.cuh"
 #include "loss/loss.h"
 

@@ -65,7 +65,8 @@ static void check_weight(const char *op, const Tensor &weight, const Tensor &log
   }
 }
 
-// Fails unless softcap and 1 / softcap are finite in the accumulation type, because z could be NaN.
+// Fails unless softcap and 1 / softcap are finite in the accumulation type. Otherwise z could be
+// NaN.
 static void check_softcap(const char *op, double softcap, dtype_t dtype) {
   const bool is_double = dtype == DTYPE_FLOAT64;
   const double least = is_double ? DBL_MIN : FLT_MIN, most = is_double ? DBL_MAX : FLT_MAX;
@@ -193,8 +194,8 @@ LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target
   return rows;
 }
 
-// Returns the smallest number of work items per CPU thread. It amounts to only 4096 logits, because
-// exp takes most of the time.
+// Returns the smallest number of work items per CPU thread. These items have only about 4096
+// logits, because exp makes a logit expensive.
 static int64_t grain(const loss_rows &rows) {
   return ceil_div(4096, rows.cols * std::min<int64_t>(rows.inner, LOSS_TILE));
 }

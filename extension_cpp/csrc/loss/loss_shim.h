@@ -52,8 +52,8 @@ LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target
                       const Optional &weight, const LossOptions &options, int64_t class_dim,
                       double scale = 1);
 
-// Returns the sum (or mean) of losses, of dtype out_dtype, and the sum of the weights. Without
-// `rows` every loss has the weight 1.
+// Returns the sum (or mean) of losses, of dtype out_dtype, and the sum of the weights. If `rows` is
+// NULL, every loss has the weight 1.
 std::tuple<Tensor, Tensor> launch_reduce(const char *op, const Tensor &losses, const LossRows *rows,
                                          bool is_mean, dtype_t out_dtype);
 

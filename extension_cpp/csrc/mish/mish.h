@@ -46,12 +46,12 @@ typedef struct {
   dtype_t dtype;
 } mish_double_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void mish_forward_cpu(int64_t begin, int64_t end, void *args);
 void mish_backward_cpu(int64_t begin, int64_t end, void *args);
 void mish_double_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t. The functions return a cudaError_t. */
 int mish_forward_cuda(const mish_forward_args *args, void *stream);
 int mish_backward_cuda(const mish_backward_args *args, void *stream);
 int mish_double_backward_cuda(const mish_double_backward_args *args, void *stream);

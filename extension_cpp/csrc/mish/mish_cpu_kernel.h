@@ -1,9 +1,9 @@
 /* CPU kernels of mish. mish_cpu.c compiles this file once per element type (for_each_dtype.h
  * defines T, ACC, NAME, LOAD and STORE).
  *
- * `scaled` is exp(x) times a power of two (EXP_SCALED in common/cpu/math.h). It keeps its digits
- * where exp(x) itself underflows. The last multiplication removes the power, so x exp(x) is
- * accurate wherever float can represent the result. */
+ * `scaled` is exp(x) times a power of two (EXP_SCALED in common/cpu/math.h). `scaled` keeps its
+ * digits where exp(x) itself underflows. The last multiplication removes the power of two, so x
+ * exp(x) is accurate wherever float can represent the result. */
 
 /* Returns the scaled exp(x), or 0 for x so small that every result is 0. */
 ALWAYS_INLINE ACC NAME(mish_exp)(ACC x) {
@@ -21,7 +21,8 @@ ALWAYS_INLINE ACC NAME(mish_value)(ACC x) {
 ALWAYS_INLINE ACC NAME(mish_derivative)(ACC x) {
   const ACC scaled = NAME(mish_exp)(x), e = scaled * EXP_UNSCALE(x);
   const ACC denominator = FMA(e, e + 2, (ACC)2);
-  /* A quarter of mish.h's numerator, so that no finite x overflows. Both factors of 4 are exact. */
+  /* A quarter of mish.h's numerator, so that no finite x overflows. The factors 1/4 and 4 are
+   * exact. */
   const ACC numerator = FMA((e + 2) / 4, denominator, x * (1 + e));
   const ACC derivative = numerator / (denominator * denominator) * scaled * (4 * EXP_UNSCALE(x));
   return x > MISH_LINEAR(x) ? 1 : derivative;

@@ -1,6 +1,6 @@
 // mish on the GPU, element by element. A thread processes two 16-byte vectors of each operand
-// (common/cuda/pointwise.cuh). mish.h has the formulas. exp2 and the division are the hardware's
-// approximations (2 ulp each). float64 uses exp and /.
+// (common/cuda/pointwise.cuh). mish.h has the formulas. For all types but float64, exp2 and the
+// division are the hardware's approximations (2 ulp each).
 #include "common/cuda/exp.cuh"
 #include "common/cuda/pointwise.cuh"
 #include "mish/mish.h"
@@ -19,7 +19,8 @@ template <typename T, typename A = acc_t<T>>
 __device__ inline A mish_derivative(A x) {
   const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
   const A denominator = fma(e, e + 2, A(2));
-  // A quarter of mish.h's numerator, so that no finite x overflows. Both factors of 4 are exact.
+  // A quarter of mish.h's numerator, so that no finite x overflows. The factors 1/4 and 4 are
+  // exact.
   const A numerator = fma((e + 2) / 4, denominator, x * (1 + e));
   return x > linear_from(x)
              ? A(1)

@@ -10,7 +10,7 @@ static void check_inputs(const Tensor &a, const Tensor &b) {
   check_like("muladd", "b", b, "a", a);
 }
 
-// Computes `out`, which is dense and has a's shape. a and b are read in the order of its elements.
+// Computes `out`, which is dense and has a's shape. a and b are read in out's order of elements.
 static void run_forward(const Tensor &a, const Tensor &b, double c, const Tensor &out) {
   if (out.numel() == 0) return;
   const Tensor a_like_out = with_strides_of(a, out), b_like_out = with_strides_of(b, out);

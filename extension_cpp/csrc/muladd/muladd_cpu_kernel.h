@@ -29,8 +29,8 @@ ALWAYS_INLINE void NAME(muladd_backward_block)(const muladd_backward_args *args,
 }
 
 static void NAME(muladd_backward)(const muladd_backward_args *args, int64_t begin, int64_t end) {
-  /* FOR_BLOCKS checks only grad_a's alignment. grad_b usually has the same, because the allocator
-   * aligns new tensors alike. */
+  /* FOR_BLOCKS checks only grad_a's alignment. grad_b usually has the same alignment, because the
+   * allocator aligns new tensors alike. */
   const int stream =
       cpu_should_stream(5 * args->numel * (int64_t)sizeof(T)) && (uintptr_t)args->grad_b % 64 == 0;
   FOR_BLOCKS(NAME(muladd_backward_block), args, begin, end, (T *)args->grad_a + begin, stream);

@@ -1,4 +1,4 @@
-// layer_norm, rms_norm and their forms fused with a residual and dropout: checks, allocation,
+// layer_norm, rms_norm and their variants with a fused residual and dropout: checks, allocation,
 // schemas and registration. norm.h defines what the kernels compute.
 #include "norm/norm.h"
 
@@ -20,7 +20,7 @@ static const Optional NONE;
 
 // ---- checks ----
 
-// Returns the dtype of weight (or bias). Fails unless it has the shape normalized_shape, x's
+// Returns the dtype of weight (or bias). Fails unless weight has the shape normalized_shape, x's
 // device, and x's dtype or float32.
 static dtype_t check_weight(const char *op, const char *name, const Tensor &weight, const Tensor &x,
                             Sizes normalized_shape) {
@@ -76,7 +76,7 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
 
 static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
 
-// A weight or bias in the form that the kernels read.
+// A weight or bias in the type and layout that the kernels read.
 struct Parameter {
   Optional tensor;  // the contiguous tensor, if the caller gave one
   // On the CPU, the output of norm_widen_cpu. Allocating a tensor for it would take ten times as
@@ -174,7 +174,7 @@ struct Gradients {
 };
 
 // `x` is the tensor that was normalized, which is `sum` in ops with a residual. `grad_sum` is
-// nullptr in other ops, and `mean` is nullptr in rms_norm.
+// nullptr in ops without a residual, and `mean` is nullptr in rms_norm.
 static Gradients norm_backward(const char *op, const Tensor &grad_out, const Optional *grad_sum,
                                const Tensor &x, Sizes normalized_shape, const Tensor *mean,
                                const Tensor &rstd, const Optional &weight, const Optional &bias,
@@ -311,8 +311,8 @@ static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, cons
 }
 
 // add_layer_norm_backward and add_rms_norm_backward return the gradients of x and of residual.
-// Without dropout the two are equal, and only that of residual is written. That of x has no
-// elements.
+// Without dropout the two gradients are equal. Then only that of residual is written, and that of x
+// has no elements.
 
 static std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     const Tensor &grad_out, const Optional &grad_sum, const Tensor &sum,

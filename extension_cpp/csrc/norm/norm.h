@@ -4,7 +4,7 @@
  * rms_norm has mean = 0 and no bias. Backward, with g = grad_out * weight[c]:
  *   grad_x = rstd[r] * (g - mean_c(g) - xhat * mean_c(g * xhat))    rms_norm: without mean_c(g)
  *   grad_weight[c] = sum_r(grad_out * xhat),  grad_bias[c] = sum_r(grad_out)
- * A call may use one of two fused forms:
+ * A call may use one of two fused variants:
  *   residual   sum = residual + dropout_x(x), rounded to x's type, replaces x above. In backward, x
  *              is sum, and grad_x is the gradient of sum. It includes grad_sum, the gradient of the
  *              result sum. grad_dropped = dropout_x(grad_x) is the gradient of forward's x.
@@ -30,8 +30,8 @@ extern "C" {
 #endif
 
 /* Arguments of forward. Shapes are in parentheses. Matrices have dtype `dtype` and stride 1 within
- * a row. The stride between rows is named after the shape, in elements; without a name, the matrix
- * is contiguous. Statistics are float (double for float64). Weights have dtype weight_dtype. */
+ * a row. Where a comment names no stride between rows, the matrix is contiguous. Strides are in
+ * elements. Statistics are float (double for float64). Weights have dtype weight_dtype. */
 typedef struct {
   const void *x;      /* (rows, cols), stride x_stride */
   const void *weight; /* (cols); NULL means ones. CPU: output of norm_widen_cpu, never NULL */
@@ -79,9 +79,9 @@ typedef struct {
 
 /* ---- CPU: each function processes a range of work items; args points to its struct ---- */
 
-/* Arguments of norm_widen_cpu, which converts weight or bias to the format of the row kernels. The
- * result is float (double for float64), padded with zeros so that a block may begin at any column.
- * For bfloat16 all even columns come before all odd ones (norm_cpu_kernel.h). */
+/* Arguments of norm_widen_cpu, which converts weight or bias to the format that the row kernels
+ * read. The result is float (double for float64), padded with zeros so that a block may begin at
+ * any column. For bfloat16 all even columns come before all odd ones (norm_cpu_kernel.h). */
 typedef struct {
   const void *source; /* (cols), of weight_dtype; NULL sets every column to `value` */
   void *wide;         /* (norm_wide_cols(cols)) */
@@ -96,11 +96,11 @@ static inline int64_t norm_wide_cols(int64_t cols) {
   return NORM_BLOCK * (ceil_div(cols, NORM_BLOCK) + 1);
 }
 
-/* Backward splits the rows into parts, and the columns of the weight gradients into tiles. Both
- * splits depend only on the shape. There are at most 256 parts. If their sums would exceed 16 MiB
- * (21 MiB for float64), there are fewer, but not fewer than 8 because of this. Adding up a part
- * costs as much as several rows. A part therefore has at least 64 rows. In wide rows it has at
- * least 2^18 elements instead, but never fewer than 8 rows. */
+/* Backward divides the rows into ranges (parts), and the columns of the weight gradients into
+ * tiles. Both divisions depend only on the shape. There are at most 256 parts. If the sums of all
+ * parts would exceed 16 MiB (21 MiB for float64), there are fewer parts, but for this reason never
+ * fewer than 8. Adding up a part costs as much as several rows. A part therefore has at least 64
+ * rows. In wide rows it has at least 2^18 elements instead, but never fewer than 8 rows. */
 enum { NORM_TILE = 2048 };
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   const int64_t wide = norm_wide_cols(cols), fitting = (16 << 20) / (24 * wide);
@@ -142,8 +142,8 @@ void norm_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 /* ---- CUDA: `stream` is a cudaStream_t of the current device. The int results are cudaError_t.
  * ---- */
 
-/* Returns the bytes of scratch memory. They depend on the alignment of the pointers, so all
- * pointers except `partial` must be set before the call. */
+/* Returns the number of bytes of scratch memory. The number depends on the alignment of the
+ * pointers, so all pointers except `partial` must be set before the call. */
 int64_t norm_partial_cuda(const norm_backward_args *args);
 int norm_forward_cuda(const norm_forward_args *args, void *stream);
 int norm_backward_cuda(const norm_backward_args *args, void *stream);

@@ -1,7 +1,7 @@
-// Backward of the norms on the GPU: code that its kernels share, and persistent_kernel. Besides
-// grad_x, each CTA of persistent_kernel and each cluster of pipeline_kernel writes a partial row of
-// the parameters' gradients. sum_partials_kernel (norm_generic.cuh) adds these rows in a fixed
-// order. No kernel uses atomics, so every run gives the same bits.
+// Backward of the norms on the GPU: code that the backward kernels share, and persistent_kernel.
+// Besides grad_x, each CTA of persistent_kernel and each cluster of pipeline_kernel writes a
+// partial row of the parameters' gradients. sum_partials_kernel (norm_generic.cuh) adds these rows
+// in a fixed order. No kernel uses atomics, so every run gives the same bits.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 
@@ -9,7 +9,7 @@
 
 namespace norms {
 
-// Loads mean and rstd of a row. The loops over rows call this one or two rows ahead.
+// Loads mean and rstd of a row. The loops over rows call this one or two rows before its use.
 template <typename T>
 __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
   const float mean = p.mean == nullptr ? 0 : static_cast<const float *>(p.mean)[row];
@@ -17,8 +17,8 @@ __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
 }
 
 // For half types xhat is computed by one fused operation, x * rstd + offset. The rounding of mean *
-// rstd does not matter, because a mean of half-precision values is not so much larger than their
-// deviations.
+// rstd does not matter, because the mean of half-precision values is never so large, compared with
+// their deviations, that this rounding would matter.
 template <typename T>
 __device__ inline Statistics<float> to_statistics(float2 moments) {
   if (sizeof(T) == 2) return {0, moments.y, -moments.x * moments.y};
@@ -61,8 +61,8 @@ struct BackwardRows {
     }
   }
 
-  // Replaces x by xhat, and grad by g = weighted(grad_out). If `sums` is given, it also adds the
-  // elements to the sums of the row (`sums`) and to the sums of their columns.
+  // Replaces x by xhat, and grad by g = weighted(grad_out). If `sums` is given, the function also
+  // adds the elements to the sums of the row (`sums`) and to the sums of their columns.
   template <int M>
   __device__ void normalize(Part<M> part, float (&x)[M], float (&grad)[M],
                             const Statistics<float> &statistics, float (*sums)[P] = nullptr) {
@@ -75,8 +75,8 @@ struct BackwardRows {
     }
   }
 
-  // Writes grad_x and grad_dropped. x[] holds xhat, grad[] holds g, and means[] the row's sums /
-  // cols.
+  // Writes grad_x and grad_dropped. x[] holds xhat, grad[] holds g, and means[] the row's sums
+  // divided by cols.
   template <int M>
   __device__ void write_part(Part<M> part, int64_t row, const float (&x)[M], const float (&grad)[M],
                              const float (&means)[P], const Fragment &grad_sum,
@@ -137,15 +137,16 @@ constexpr int PERSISTENT_ELEMENTS = 16;  // elements per thread and row
 template <typename T, Form FORM, bool ALIGNED>
 constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, FORM, ALIGNED);
 
-// The rows of a persistent CTA. While the threads exchange the sums of the current row, the loads
-// of the next row are in flight. LOOPS is false in the split kernel, where a group has one row.
+// Processes the rows of a persistent CTA one after the other. While the threads exchange the sums
+// of the current row, the loads of the next row are in flight. LOOPS is false in the split kernel,
+// where a group of threads has only one row.
 template <typename T, typename Norm, Form FORM, int K, bool ALIGNED, bool LOOPS = true>
 struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   using Base = BackwardRows<T, Norm, FORM, K, ALIGNED>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
   using typename Base::Fragment, typename Base::Mask;
-  // float32 with two sums per column leaves no registers for the weights. They are then loaded from
-  // the cache for every row.
+  // float32 with two sums per column leaves no registers for the weights. The weights are then
+  // loaded from the cache for every row.
   static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
   using Sum = RowSum<float, 2, true>;
 
@@ -153,8 +154,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   const int64_t first;       // first row of this group of threads; the next one is first + p.groups
   Fragment x{}, grad_out{};  // elements of the next row
   float2 moments{};          // mean and rstd of the next row
-  // The mask of the next row's grad_out, or of the current row's grad_dropped. It is computed while
-  // loads are in flight.
+  // The mask of the next row's grad_out, or of the current row's grad_dropped. The mask is computed
+  // while loads are in flight.
   Mask mask;
   int turn = 0;
 
@@ -163,8 +164,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
         row_sum(shared, 1, 0),
         first(cta * blockDim.y + threadIdx.y) {}
 
-  // Loads a row into registers. If the group has no row, it gets zeros, because its threads still
-  // take part in the warp's sums.
+  // Loads a row into registers. If there is no such row, the registers are set to 0, because the
+  // threads still take part in the sums of their warp.
   __device__ void load(int64_t row) {
     if (row < p.rows) {
       x.load(p.x_row(row), window, p.hint);
@@ -176,8 +177,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
     }
   }
 
-  // Prefetches a row of x and grad_out into the L2. For grad_sum it prefetches the row before,
-  // because grad_sum is loaded into registers only when it is used.
+  // Prefetches a row of x and grad_out into the L2. For grad_sum it prefetches the group's
+  // preceding row, because grad_sum is loaded into registers only when it is used.
   __device__ void prefetch(int64_t row) const {
     if (FORM == Form::RESIDUAL && p.grad_sum != nullptr && row - p.groups < p.rows) {
       prefetch_slice(p.grad_sum_row(row - p.groups), slice, p.hint);

@@ -40,7 +40,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
         shared(shared),
         row_sum(shared.sums, p.cluster, rank) {}
 
-  // Returns the place of a row, given the place of the row before it.
+  // Returns the location of a row in shared memory, given that of the row before it.
   __device__ Place next_place(const Place &before, int64_t row) const {
     const auto offset = [&](const T *data) {
       return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data + slice.begin) / 16 % 8 * 16);
@@ -84,7 +84,8 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     });
   }
 
-  // Adds a row to the column sums, and starts the exchange of its own sums. `turn` counts the rows.
+  // Adds a row to the column sums, and starts the exchange of the row's own sums. `turn` counts
+  // rows.
   __device__ void sum(int turn, const Place &place, const Mask &mask,
                       const Statistics<float> &statistics) {
     float sums[P] = {};
@@ -92,7 +93,8 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     for_each(place, mask, [&](auto part, auto &x, auto &grad) {
       this->normalize(part, x, grad, statistics, &sums);
     });
-    // Without grad_x nobody receives the sums, so a CTA could exit while others still send to it.
+    // Without grad_x no CTA waits for sums, so none are sent: the receiver could already have
+    // exited.
     if (p.grad_x != nullptr) {
       row_sum.post(sums, turn);
     } else {
@@ -144,7 +146,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
         next = next_place(now, next_row);
         sum(turn + 1, next, next_mask, to_statistics<T>(next_moments));
         // All warps have passed the barrier in sum(), so the previous row is finished and its stage
-        // free.
+        // is free.
         if (turn > 0 && turn - 1 + p.stages < count) start_copies(turn - 1 + p.stages);
       }
       if (p.grad_x != nullptr) {

@@ -1,10 +1,10 @@
 // Backward of few rows, in one kernel with two kinds of CTAs. No CTA waits for another.
 //
 // Row CTAs hold rows in registers, as in forward, and write grad_x. Column CTAs sum a few columns
-// over all rows and write the parameters' gradients. This needs neither partial rows nor a second
-// kernel. Both kinds read x and grad_out, and because these are small, the second read hits the L2.
-// Column CTAs take longest, so they come first in the grid. If only grad_x is computed, there are
-// only row CTAs, for any number of rows.
+// over all rows and write the parameters' gradients. This division needs neither partial rows nor a
+// second kernel. Row and column CTAs both read x and grad_out. Because these tensors are small, the
+// second read hits the L2. Column CTAs take longest, so they come first in the grid. If only grad_x
+// is computed, there are only row CTAs, for any number of rows.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 

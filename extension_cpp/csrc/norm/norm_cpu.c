@@ -1,7 +1,7 @@
 /* layer_norm and rms_norm on the CPU. Forward processes one row at a time. It reads the row from
  * memory for the statistics, and then again from the caches for the result. Backward makes two
- * passes over each row. The first pass waits for memory and the second does not use it, so the
- * second pass prefetches the next row. Forward is in norm_cpu_kernel.h, backward in
+ * passes over each row. The first pass waits for memory, and the second reads the row from the
+ * caches, so the second pass prefetches the next row. Forward is in norm_cpu_kernel.h, backward in
  * norm_cpu_backward_kernel.h. */
 #include "norm/norm.h"
 
@@ -24,14 +24,15 @@ typedef struct {
   double mean, variance;
 } moments_t;
 
-/* Where the two halves of a block are in a wide array (norm_cpu_kernel.h). */
+/* The offsets of the two halves of a block in a wide array (norm_cpu_kernel.h). */
 typedef struct {
   int64_t lower, upper;
 } wide_halves_t;
 
 /* Prefetches an output of backward for writing. Backward calls this in the first pass over a row,
- * because the second pass would otherwise wait for memory. It does not call it if stores bypass the
- * caches, or for rows so long that the caches would lose them before the second pass. */
+ * because the second pass would otherwise wait for memory. Backward does not call it if stores
+ * bypass the caches, or if rows are so long that the caches would lose the output before the second
+ * pass. */
 ALWAYS_INLINE void prefetch_output(void *p, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((char *)p + byte, 1, 3);
 }

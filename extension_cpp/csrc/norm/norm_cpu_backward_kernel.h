@@ -1,4 +1,4 @@
-/* The backward part of norm_cpu_kernel.h, for layer_norm and rms_norm. */
+/* CPU backward kernels of layer_norm and rms_norm. norm_cpu_kernel.h includes this file. */
 
 /* The numbers that grad_x needs from a row's sums. With g = grad_out * weight:
  *   slope = -rstd * mean_c(g * xhat),  level = -rstd * mean_c(g) */
@@ -6,12 +6,12 @@ typedef struct {
   ACC slope, level;
 } NAME(slope_t);
 
-/* The state for one part of the rows. It is passed by value, because the compiler reloads an object
- * after every store if its address has been passed to a call.
+/* The state while one part of the rows is processed (norm.h). It is passed by value, because the
+ * compiler reloads an object after every store if its address has been passed to a call.
  *
  * In the functions below, `fused` is the state of a dropout, which may have no seed. For plain
- * norms it is the constant NULL, so that they do not pay for the fused forms. The fused forms are
- * told apart in each block, because a loop for each form would be much code. */
+ * norms it is the constant NULL, so that they do not pay for the fused variants. Each block tests
+ * which variant it has, because a loop for each variant would be much code. */
 typedef struct {
   const norm_backward_args *args;
   ACC *weight_sums, *bias_sums; /* sums over the last FLUSH_ROWS rows; NULL if not needed */
@@ -54,7 +54,7 @@ ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out
 }
 
 /* First pass over a row. With g = grad_out * weight, it adds g * xhat to `products` and g to `sum`.
- * It sums g * xhat and not g * x, because a sum of g * x could leave float's range. */
+ * The sum is over g * xhat and not g * x, because a sum of g * x could leave float's range. */
 ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, NAME(part_t) part,
                                     cpu_dropout_t *fused, wide_halves_t halves, int64_t c, int n,
                                     int centered, int prefetches) {
@@ -88,8 +88,8 @@ ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad
   }
 }
 
-/* Second pass over a row. It adds to the sums over rows, and writes grad_x = grad_out * weight *
- * rstd + xhat * slope + level. */
+/* Second pass over a row. It adds the row to the sums over rows, and writes grad_x = grad_out *
+ * weight * rstd + xhat * slope + level. */
 ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, cpu_dropout_t *fused, wide_halves_t halves,
                                      int64_t c, int n, int stream) {
   const int needs = part.needs;
@@ -134,7 +134,7 @@ ALWAYS_INLINE NAME(slope_t) NAME(means_of)(NAME(part_t) part, cpu_dropout_t *fus
 }
 
 /* Makes the first pass in a separate function, which the loops for all combinations of outputs
- * call. Among the fused forms, only a dropout of y changes the first pass. */
+ * call. Among the fused variants, only a dropout of y changes the first pass. */
 NOINLINE NAME(slope_t) NAME(grad_means)(NAME(part_t) part, cpu_dropout_t *fused) {
   if (fused && part.drops_y) return NAME(means_of)(part, fused, 1);
   if (part.needs & CENTERED) return NAME(means_of)(part, NULL, 1);
@@ -157,7 +157,8 @@ ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, cpu_dropout_t *fused) {
 
 /* ---- rows [begin, end) ---- */
 
-/* Processes rows for one combination of outputs. `needs` is a constant where possible. */
+/* Processes rows for the outputs that the flags `needs` select. `needs` is a constant where
+ * possible. */
 ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fused, int64_t begin,
                                  int64_t end) {
   const norm_backward_args *args = part.args;
@@ -208,7 +209,8 @@ ALWAYS_INLINE double *NAME(sums_of)(const norm_backward_args *args, int64_t part
   return (double *)(void *)((char *)args->partial + part * norm_partial_part(args));
 }
 
-/* Adds the sums of the last rows to those in double. The first call of a part stores them. */
+/* Adds the sums of the most recent rows to the sums in double. The first call for a part of the
+ * rows stores them instead. */
 ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, const ACC *restrict recent,
                                     int64_t count, int first) {
   if (first) {

@@ -18,7 +18,7 @@ ALWAYS_INLINE wide_halves_t NAME(wide_halves)(int64_t c, int64_t cols) {
 }
 
 /* Loads a block from a wide array. Column order needs a single loop. With two loops, gcc would
- * write the second half in pieces, and a later load of the whole block would wait for them. */
+ * write the second half in several stores, for which a load of the whole block would wait. */
 ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_halves_t halves,
                                    int64_t c) {
   const ACC *p = wide + NAME(wide_index)(c);
@@ -213,7 +213,7 @@ NOINLINE void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropou
 
 /* ---- forward ---- */
 
-/* Writes n elements of a row from column c on. `dropout` is the dropout of y, or NULL. */
+/* Writes n elements of a row of y from column c on. `dropout` is the dropout of y, or NULL. */
 ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y,
                                        NAME(row_t) row, wide_halves_t halves, ahead_t ahead,
                                        cpu_dropout_t *dropout, int64_t c, int n, int centered,
@@ -233,7 +233,8 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
   STORE(y + c, v, n, stream);
 }
 
-/* Writes a partial block. It is not inlined, because loads and stores of n elements are long. */
+/* Writes a partial block. Not inlined, because loads and stores of n < BLOCK elements take much
+ * code. */
 NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y,
                                  const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
                                  int n) {
@@ -241,7 +242,8 @@ NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y
   NAME(forward_block)(args, x, y, *row, halves, (ahead_t){0}, dropout, c, n, args->centered, 0);
 }
 
-/* Returns the number of elements before a multiple of 64 bytes, or 0 if aligning does not pay. */
+/* Returns the number of elements up to a multiple of 64 bytes, or 0 if aligned stores do not
+ * pay. */
 ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int pays) {
   const int64_t head = elements_to_line(p, sizeof(T));
   return pays && head < cols ? head : 0;

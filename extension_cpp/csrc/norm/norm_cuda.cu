@@ -6,7 +6,7 @@
 
 namespace norms {
 
-// Returns whether row r has the same alignment as element r * cols of an aligned contiguous tensor.
+// Returns whether each row r is aligned like element r * cols of an aligned contiguous tensor.
 static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
   return data == nullptr ||
          (is_aligned(data) && (p.rows == 1 || (stride - p.cols) % vector_elements(p.dtype) == 0));
@@ -85,7 +85,8 @@ static cudaError_t sum_partials(const norm_backward_args &args, const Plan &plan
   LaunchConfig config(ctas, dim3(PARTIALS_X, PARTIALS_Y), stream);
   config.attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   config.attribute.val.programmaticStreamSerializationAllowed = 1;
-  // Code for an older architecture cannot wait for the previous kernel, so it must not start early.
+  // Code for architectures before sm_90 cannot wait for the previous kernel, and must not start
+  // early.
   config.numAttrs = device.has_sm_90_code ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_partials_kernel<A, W>,
                             static_cast<const A *>(args.partial), static_cast<W *>(outputs[0]),

@@ -1,7 +1,8 @@
-// Forward of the norms on the GPU. A single kernel serves every form and width, with a shape from
-// rows/plan.h. Part of a warp, a CTA or a cluster of CTAs holds a row in registers, so the row is
-// read once. The statistics are sums over these threads. A CTA processes its rows and exits (the
-// kernel is not persistent). An SM runs several CTAs: some load while others wait for their sums.
+// Forward of the norms on the GPU. A single kernel serves every fused variant and every width.
+// rows/plan.h chooses its shape. Part of a warp, a CTA or a cluster of CTAs holds a row in
+// registers, so the row is read once. The statistics are sums over these threads. A CTA processes
+// its rows and exits (the kernel is not persistent). An SM runs several CTAs: some load while
+// others wait for their sums.
 #include "norm/norm_launch.cuh"
 
 namespace norms {
@@ -27,8 +28,8 @@ __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
   });
 }
 
-// Writes y. W is the type of the parameters in memory. They are loaded BATCH vectors at a time,
-// which is as many as fit into the registers. Unaligned vectors need more registers.
+// Writes y. W is the type of the parameters in memory. The parameters are loaded BATCH vectors at a
+// time, as many as fit into the registers. Unaligned vectors need more registers.
 template <typename Norm, Form FORM, typename W, typename T, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,
@@ -83,7 +84,8 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
   }
 }
 
-// Returns the registers per thread. They limit the threads of an SM, and so its bytes in flight.
+// Returns the number of registers per thread. It limits how many threads run on an SM, and
+// therefore how many bytes are in flight.
 template <typename Norm, Form FORM, int K, bool ALIGNED>
 constexpr int row_registers() {
   if (K == 8 || !ALIGNED) return 80;

@@ -8,7 +8,7 @@
 
 namespace norms {
 
-// Returns parameter c, or `missing` if `data` is NULL.
+// Returns element c of a weight or bias, or `missing` if `data` is NULL.
 template <typename T>
 __device__ inline acc_t<T> parameter(const void *data, bool is_float, int64_t c, int missing) {
   if (data == nullptr) return missing;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// CTA (i, j) sums 32 columns, from column 32 * i on, over `chunk` rows, from row j * chunk on. It
-// writes them to partial row j.
+// CTA (i, j) sums the 32 columns that begin with column 32 * i, over the `chunk` rows that begin
+// with row j * chunk. It writes the sums to partial row j.
 template <typename T, typename Norm>
 __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
     generic_columns_kernel(const __grid_constant__ norm_backward_args p, int64_t chunk) {
@@ -159,7 +159,8 @@ template <typename A, typename W>
 __global__ void __launch_bounds__(PARTIALS_X *PARTIALS_Y)
     sum_partials_kernel(const A *partial, W *first, W *second, int64_t parts, int64_t cols) {
   __shared__ double shared[PARTIALS_Y][PARTIALS_X];
-  // This kernel starts early (programmatic dependent launch), so it must wait for `partial`.
+  // This kernel may start before the previous one has ended (programmatic dependent launch), so it
+  // must wait until `partial` has been written.
   if (HAS_CLUSTERS) asm volatile("griddepcontrol.wait;" ::: "memory");
   const int64_t ctas = (cols + PARTIALS_X - 1) / PARTIALS_X;
   const int64_t c = blockIdx.x % ctas * PARTIALS_X + threadIdx.x;

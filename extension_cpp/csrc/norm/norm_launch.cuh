@@ -46,7 +46,7 @@ struct RowMask {
   uint32_t bits[K], edge;
   __device__ uint32_t at(int k) const { return k < K ? bits[k] : edge; }
 
-  // Computes the mask if the form needs it.
+  // Computes the mask, if the fused variant FORM has dropout.
   template <Form FORM, typename Params, typename Window>
   __device__ void make(const Params &p, int64_t row, const Window &window) {
     if (FORM != Form::DROPOUT_OF_Y && !(FORM == Form::RESIDUAL && p.drops_x())) return;
@@ -61,8 +61,8 @@ struct RowMask {
 
 // ---- on the host ----
 
-// Launch the kernels that have a plan, except the sum of partial rows. forward() and backward() are
-// in separate .cu files, because these take longest to compile and are then compiled in parallel.
+// These functions launch all kernels of the norms but the fallback kernels and the sum of partial
+// rows. They take longest to compile, and are in separate .cu files to be compiled in parallel.
 cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
                     cudaStream_t stream);
 cudaError_t backward(const norm_backward_args &args, Form form, const Plan &plan,

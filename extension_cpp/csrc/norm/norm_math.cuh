@@ -1,8 +1,9 @@
 // The formulas of the norms on the GPU. All kernels use them, including the fallback. A is the
 // accumulation type: double for float64, and float otherwise.
 //
-// PARAMETERS is 1 for rms_norm (weight) and 2 for layer_norm (weight, bias). Backward needs as many
-// sums over each row, and as many over each column. The latter are the gradients of the parameters.
+// PARAMETERS is 1 for rms_norm (weight) and 2 for layer_norm (weight, bias). Backward computes
+// PARAMETERS sums over each row, and PARAMETERS sums over each column. The column sums are the
+// gradients of the parameters.
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 
@@ -14,7 +15,7 @@ namespace norms {
 using namespace rows;
 
 // The statistics of a row: xhat = (x - mean) * rstd + offset. `offset` corrects the rounding of
-// `mean`. Forward does not store it.
+// `mean`. Forward does not store `offset`.
 template <typename A>
 struct Statistics {
   A mean, rstd, offset;
@@ -59,7 +60,8 @@ struct LayerNorm {
   static constexpr int PARAMETERS = 2;
 
   // Returns the statistics of a row. Each CTA computes the mean of its columns, and then the sum of
-  // squared deviations from it. The CTAs join both in one exchange (Chan, Golub and LeVeque 1983).
+  // squared deviations from this mean. The CTAs join both in one exchange (Chan, Golub and LeVeque
+  // 1983).
   template <typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &columns, A per_col, A eps) {
@@ -97,8 +99,8 @@ struct LayerNorm {
     A mean, excess, squares;
 
     // Corrects the moments. deviations[0] is the sum of the deviations from `mean`, and
-    // deviations[1] the sum of their squares. If the latter is infinite it stays so, because the
-    // correction could make it NaN.
+    // deviations[1] the sum of their squares. If that sum is infinite, `squares` stays infinite,
+    // because the correction could make it NaN.
     __device__ void add(const A (&deviations)[2], A per_element) {
       const A shift = deviations[0] * per_element, before = mean;
       mean += shift;
@@ -107,7 +109,7 @@ struct LayerNorm {
     }
   };
 
-  // Joins the moments of 16 neighbouring lanes, each of `count` elements. It includes `excess`,
+  // Joins the moments of 16 neighbouring lanes, each of `count` elements. join() uses `excess`,
   // because the rounding of the means matters if they are large compared with the deviations.
   __device__ static Moments join(const Moments &part, A count, A per_element) {
     Moments all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};

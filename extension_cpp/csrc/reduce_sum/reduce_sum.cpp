@@ -3,10 +3,10 @@
 //
 // The plan follows x's layout in memory. Dimensions are sorted by stride, and dimensions of size 1
 // are dropped. Neighbours that are both summed or both kept are merged into a group. A pass sums
-// over one group. The largest comes first, so that the next pass reads little. Between passes the
-// sums stay in double. If a pass would keep few threads busy, or add too many terms in one chain,
-// its group is cut into chunks, and a second launch adds up their sums. The plan depends only on
-// shapes and strides, never on the number of threads.
+// over one group. The pass over the largest group comes first, so that the next pass reads little.
+// Between passes the sums stay in double. If a pass would keep few threads busy, or add too many
+// terms in one chain, its group is cut into chunks, and a second launch adds up the sums of the
+// chunks. The plan depends only on shapes and strides, never on the number of threads.
 #include "reduce_sum/reduce_sum.h"
 
 #include <algorithm>
@@ -204,7 +204,7 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
     return out;
   }
   // The kept dimensions have another order in x's memory than in the result. The sums are permuted
-  // and not x, because they are fewer.
+  // and not x, because there are fewer sums than elements of x.
   const Tensor as_x_lies = allocate_strided(sizes, strides_like(sizes, order, kept), dtype, x);
   run_passes(dense, merge(groups), as_x_lies);
   Tensor result = out;

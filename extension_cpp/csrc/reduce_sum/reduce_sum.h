@@ -29,8 +29,9 @@ typedef struct {
   dtype_t dtype, out_dtype;
 } reduce_sum_args;
 
-/* How the CPU kernel tiles columns. It sums SUM_BLOCK columns at once, SUM_ROWS rows at a time. A
- * tile has at least SUM_TILE columns (fewer only if inner is less), and less than twice as many. */
+/* How the CPU kernel tiles columns. The kernel sums SUM_BLOCK columns at once, SUM_ROWS rows at a
+ * time. A tile has at least SUM_TILE columns (fewer only if inner is less), and less than twice as
+ * many. */
 enum { SUM_BLOCK = 32, SUM_ROWS = 8, SUM_TILE = 1024 };
 
 static inline int64_t reduce_sum_tiles(int64_t inner) {
@@ -45,11 +46,11 @@ static inline int64_t reduce_sum_rows_as_one(int64_t inner) {
   return rows;
 }
 
-/* CPU kernel. It processes work items [begin, end) of outer * chunks * reduce_sum_tiles(inner).
- * args points to the struct. */
+/* CPU kernel. It processes work items [begin, end) of outer * chunks * reduce_sum_tiles(inner)
+ * items. `args` points to the argument struct. */
 void reduce_sum_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launcher of one kernel. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launcher of one kernel. `stream` is a cudaStream_t. The function returns a cudaError_t. */
 int reduce_sum_cuda(const reduce_sum_args *args, void *stream);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
-/* reduce_sum on the CPU. A work item is a tile of columns over the rows of one chunk. Lanes add
- * eight rows of a block of 32 columns. Their sums are added to totals in double, which fit into the
- * L1 cache. Several rows that are narrower than a block are treated as one. A sum over the last
- * dimension runs the same loop on rows of 32 terms, and adds up the 32 totals at the end. The
- * source code fixes the order of every sum, for every instruction set and number of threads. */
+/* reduce_sum on the CPU. A work item is a tile of columns over the rows of one chunk. The lanes of
+ * a block of 32 columns add eight rows at a time. These sums are added to totals in double, which
+ * fit into the L1 cache. Several rows that are narrower than a block are treated as one. A sum over
+ * the last dimension runs the same loop on rows of 32 terms, and adds up the 32 totals at the end.
+ * The source code fixes the order of every sum, for every instruction set and number of threads. */
 #include "reduce_sum/reduce_sum.h"
 
 #include "common/cpu/block.h"
@@ -11,7 +11,7 @@
 _Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
 
 /* Returns the first column of block b in a tile of `width` columns. The last block is not cut but
- * overlaps the block before it. Both compute the same sums for the common columns. */
+ * overlaps the block before it. The two blocks compute the same sums for their common columns. */
 ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
   return b * BLOCK < width - BLOCK ? b * BLOCK : width - BLOCK;
 }

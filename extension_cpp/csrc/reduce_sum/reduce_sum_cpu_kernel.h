@@ -25,8 +25,8 @@ ALWAYS_INLINE void NAME(add_row)(double *restrict total, const T *restrict p) {
 }
 
 /* Sets total (blocks, BLOCK): total[b][k] is the sum over the rows for lane k of block b. Rows are
- * `stride` elements apart. The next eight rows are prefetched, at least 4 KiB ahead. Without that,
- * bfloat16 is read a fifth slower. */
+ * `stride` elements apart. The next eight rows are prefetched, at least 4 KiB ahead. Without this
+ * prefetch, bfloat16 tensors are read a fifth slower. */
 ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t rows,
                                     int64_t stride, int64_t width) {
   const int64_t blocks = ceil_div(width, BLOCK);
@@ -65,7 +65,7 @@ ALWAYS_INLINE double NAME(sum_short)(const T *p, int64_t n) {
   return (lane[0] + lane[2]) + (lane[1] + lane[3]);
 }
 
-/* Sums a contiguous span. It is treated as a matrix with rows of one block each. */
+/* Sums a contiguous span. The span is treated as a matrix with rows of one block each. */
 static double NAME(sum_long)(const T *p, int64_t n) {
   double total[BLOCK];
   NAME(sum_blocks)(total, p, n / BLOCK, BLOCK, BLOCK);
@@ -101,7 +101,8 @@ static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t 
   }
 }
 
-/* Sums rows narrower than a block. Several are treated as one, and a tree adds up their totals. */
+/* Sums rows narrower than a block. Several rows are treated as one, and a tree adds up their
+ * totals. */
 static void NAME(sum_narrow)(const reduce_sum_args *args, const T *p, int64_t rows, int64_t out) {
   double total[BLOCK * BLOCK];
   const int64_t inner = args->inner, as_one = reduce_sum_rows_as_one(inner), width = as_one * inner;

@@ -1,6 +1,6 @@
 // reduce_sum on the GPU, in three kernels. Every thread loads 16-byte vectors, with four to eight
-// in flight. It adds the elements of a batch (at most 64 terms) in float, or in double for float64.
-// All further sums are in double.
+// in flight. The thread adds the elements of a batch of vectors (at most 64 terms) in float, or in
+// double for float64. All further sums are in double.
 //
 //   sum_spans      inner = 1: a part of a warp, a warp or a CTA sums a contiguous span. The aligned
 //                  interior is read in vectors, head and tail elements one by one.
@@ -11,9 +11,9 @@
 //                  The sums of the row groups are then added up in shared memory.
 //
 // sum_many_rows reads aligned vectors for any width of a row. The rows of a thread are G apart, and
-// G is a multiple of a vector's elements, so all of them have the same misalignment. The thread's
-// columns begin that many elements earlier. A tile thus reads one vector more than its columns
-// fill, and the neighbouring tile reads this vector again.
+// G is a multiple of a vector's elements, so all rows of a thread have the same misalignment. The
+// thread's vectors begin that many elements earlier, at aligned addresses. A tile therefore reads
+// one vector more than its columns fill, and the neighbouring tile reads this vector again.
 #include "common/cuda/reduce.cuh"
 #include "common/cuda/vector.cuh"
 #include "reduce_sum/reduce_sum.h"
@@ -102,14 +102,16 @@ __device__ inline void store_sum(const reduce_sum_args &args, int64_t i, double 
 
 __host__ __device__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Returns a / b, in 32 bits if possible: 64-bit division takes as long as a thread of sum_few_rows.
+// Returns a / b, in 32 bits if possible: in sum_few_rows a 64-bit division would double a thread's
+// time.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
   if ((static_cast<uint64_t>(a | b) >> 32) == 0)
     return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
 }
 
-// The rows [begin, end) of chunk number oc = o * chunks + c, and the offset of the first row of o.
+// The rows [begin, end) of chunk number oc = o * chunks + c, and `base`, the offset in x of the
+// first row with outer index o.
 struct Rows {
   int64_t begin, end, base;
 };
@@ -126,15 +128,15 @@ __device__ inline Rows rows_of(const reduce_sum_args &args, int64_t oc) {
 
 // ---- inner = 1 ----
 
-// Returns this lane's share of the sum over p[0 .. n). 2^log_width lanes read side by side.
+// Returns this lane's partial sum of p[0 .. n). 2^log_width lanes read side by side.
 template <typename T, int U>
 __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width) {
   constexpr int N = LANES<T>;
   const int width = 1 << log_width;
   const int64_t head = smaller((16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / sizeof(T), n);
   const int64_t vectors = (n - head) / N, tail = head + vectors * N;
-  // There are at most N - 1 elements at either end, and at least N lanes. These elements are loaded
-  // here and added at the end, so that nothing waits for them.
+  // At each end of the span, at most N - 1 elements are outside of the aligned vectors, and there
+  // are at least N lanes. They are loaded here and added last, so that nothing waits for them.
   const acc_t<T> first = lane < head ? to_acc(p[lane]) : acc_t<T>(0);
   const acc_t<T> last = tail + lane < n ? to_acc(p[tail + lane]) : acc_t<T>(0);
   double total = 0;
@@ -216,8 +218,8 @@ __device__ inline void sum_column_vector(const reduce_sum_args &args, int64_t of
   constexpr int N = LANES<T>;
   const T *x = static_cast<const T *>(args.x);
   const int64_t numel = args.outer * args.reduce * args.inner;
-  // The vectors of the first and last rows may begin before x or end after it. Their elements are
-  // read one by one.
+  // The vectors of the first and last rows may begin before x or end after it. The elements of such
+  // vectors are read one by one.
   const auto one_by_one = [&](int64_t begin) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__(THREADS, 3)
 
 // ---- launchers ----
 
-// Returns at most 2^30 CTAs. The loops inside the kernels process the rest.
+// Returns the number of CTAs, at most 2^30. If more are needed, the kernels' loops do their work.
 unsigned grid(int64_t blocks) { return static_cast<unsigned>(smaller(blocks, 1 << 30)); }
 
 // Returns log2 of the smallest power of two that is at least n, but no more than `limit`.

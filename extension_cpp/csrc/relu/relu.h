@@ -28,11 +28,11 @@ typedef struct {
   dtype_t dtype;
 } relu_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void relu_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t. The functions return a cudaError_t. */
 int relu_forward_cuda(const relu_forward_args *args, void *stream);
 int relu_backward_cuda(const relu_backward_args *args, void *stream);
 

@@ -82,7 +82,7 @@ static dtype_t check_inputs(const Names &names, const Tensor &q, const Tensor &k
 
 static bool has_unit_rows(const Tensor &x) { return x.size(-1) == 1 || x.stride(-1) == 1; }
 
-// Returns the strides of batch, head and token. That of a missing dimension has no effect.
+// Returns the strides of batch, head and token. The stride of a missing dimension has no effect.
 static rotary_strides strides_of(const Tensor &x) {
   const auto from_end = [&](int64_t d) { return d <= x.dim() ? x.stride(x.dim() - d) : 0; };
   return {from_end(4), from_end(3), from_end(2)};

@@ -27,7 +27,7 @@ ALWAYS_INLINE place_t place_of(const rotary_embedding_args *args, const rotary_t
   return (place_t){batch, rest / tokens, rest % tokens};
 }
 
-/* Moves on to the next row, without a division. */
+/* Advances `place` to the next row in the order of memory, without a division. */
 ALWAYS_INLINE void advance(place_t *place, const rotary_embedding_args *args,
                            const rotary_tensor *tensor) {
   int64_t *inner = &place->token, *outer = &place->head;

@@ -9,8 +9,8 @@ typedef struct {
   const void *sin;
 } NAME(row_t);
 
-/* Loads n factors (cos or sin) from index i on, in the block order of T. `wide` says that the
- * factors are floats and not of type T. */
+/* Loads the n factors (cos or sin) that begin at index i, in the block order of T. `wide` says that
+ * the factors are floats and not of type T. */
 ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i, int n, int wide) {
   if (!wide) {
     LOAD(v, (const T *)p + i, n);
@@ -45,7 +45,7 @@ ALWAYS_INLINE int NAME(lane_of)(int pair, int second) {
   return NAME(column)(1) == 1 ? 2 * pair + second : pair + second * (BLOCK / 2);
 }
 
-/* Rotates n elements from i on, where the two elements of a pair are neighbours. */
+/* Rotates the n elements that begin at index i, where the two elements of a pair are neighbours. */
 ALWAYS_INLINE void NAME(neighbour_block)(const NAME(row_t) * row, int64_t i, ACC sign,
                                          int is_transposed, int n, int wide, int stream) {
   ACC x[BLOCK], cos[BLOCK], sin[BLOCK], y[BLOCK];

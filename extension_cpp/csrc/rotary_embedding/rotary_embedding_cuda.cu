@@ -28,7 +28,7 @@ struct Problem {
   uint32_t per_tile;  // number of threads per tile
 };
 
-// The work of a thread. Its second vector is `apart` elements after the first.
+// The work of a thread. The thread's second vector is `apart` elements after its first vector.
 struct Work {
   int64_t batch, token, column, apart;
   uint32_t group;

@@ -1,4 +1,4 @@
-/* The part of rows/cpu_sum_exp_kernel.h that does not depend on the element type. */
+/* Those definitions of rows/cpu_sum_exp_kernel.h that do not depend on the element type. */
 #ifndef EXTENSION_CPP_CPU_SUM_EXP_H
 #define EXTENSION_CPP_CPU_SUM_EXP_H
 
@@ -11,7 +11,7 @@ enum {
   POWER_LANES = 16,       /* lanes in add_powers() */
   POWER_MAX = 90000,      /* plain_sums() is accurate if |max| is below this */
   SUM_EXP_TILE = 128,     /* inner elements in a tile */
-  SUM_EXP_TILE_COLS = 32, /* the same in a tile */
+  SUM_EXP_TILE_COLS = 32, /* SUM_EXP_COLS of a tile */
 };
 
 /* Flags of a kernel.
@@ -25,12 +25,13 @@ enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4, TARGET = 8, CALLS = 16 };
 /* The degree of the polynomial for 2^x in sums. */
 enum { DEGREE_float64 = 5, DEGREE_float32 = 5, DEGREE_float16 = 4, DEGREE_bfloat16 = 4 };
 
-/* How a pass over a row of `cols` elements writes its columns. If begin > 0, it first writes one
- * block at column 0 and one at column `head`. It then writes [begin, end) with non-temporal stores,
- * and last the blocks from `end` on. The last BLOCK columns form one block that may overlap the
- * block before it. This is several times faster than a partial block. No block overlaps columns
- * written with non-temporal stores, because their cache line would have to be read from memory
- * again. In place, and in rows shorter than a block, the last block is partial instead. */
+/* How a pass over a row of `cols` elements writes its columns. If begin > 0, the pass first writes
+ * one block at column 0 and one at column `head`. It then writes [begin, end) with non-temporal
+ * stores, and last the blocks from `end` on. The last BLOCK columns form one block that may overlap
+ * the block before it. Writing this overlapping block is several times faster than writing a
+ * partial block. No block overlaps columns written with non-temporal stores, because their cache
+ * line would have to be read from memory again. If the result overwrites the input, or if the row
+ * is shorter than a block, the last block is partial instead. */
 typedef struct {
   int64_t head, begin, end;
   int partial;
@@ -58,7 +59,7 @@ ALWAYS_INLINE ahead_t sum_exp_ahead(int64_t cols, int64_t size) {
 }
 
 /* Returns the largest of 32 lanes, none of which is NaN. The pragmas keep gcc from unrolling the
- * loops completely, because it compiles unrolled loops to scalar code. */
+ * loops completely, because it would compile unrolled loops to scalar code. */
 #define DEFINE_FOLD_MAX(type)                                                       \
   ALWAYS_INLINE type fold_max_##type(const type *lane) {                            \
     type max[16];                                                                   \
@@ -74,7 +75,7 @@ DEFINE_FOLD_MAX(float)
 DEFINE_FOLD_MAX(double)
 #define FOLD_MAX(lane) _Generic((lane)[0], float : fold_max_float, double : fold_max_double)(lane)
 
-/* Sums POWER_LANES lanes in a fixed tree. */
+/* Sums POWER_LANES lanes in a fixed order, as a binary tree. */
 #define DEFINE_FOLD_POWERS(type)                                 \
   ALWAYS_INLINE double fold_powers_##type(const type *lane) {    \
     double sum[8];                                               \

@@ -2,13 +2,14 @@
  * sum of exp(z - max) * (z - max). softmax and the losses include this file in their kernel
  * headers, which are compiled once per element type.
  *
- * A row is processed in chunks of SUM_EXP_COLS columns. The maximum of a chunk reads it from
- * memory. The sum then reads it from the L1 cache and prefetches the next chunk. Memory is
- * therefore read once, however long the row is. If a chunk raises the maximum, the sums so far are
- * scaled down.
+ * A row is processed in chunks of SUM_EXP_COLS columns. The loop that computes the chunk's maximum
+ * reads the chunk from memory. The loop that computes the sums then reads it from the L1 cache, and
+ * prefetches the next chunk. Memory is therefore read once, however long the row is. If a chunk
+ * raises the maximum, the sums so far are scaled down.
  *
- * NaN and infinities. A NaN does not become the maximum, but it makes the sum NaN, and so does +inf
- * - inf. While the maximum is -inf, 0 is subtracted instead, so that -inf adds exp(-inf) = 0. */
+ * NaN and infinities. A NaN does not become the maximum, but it makes the sum NaN. So does +inf,
+ * because inf - inf is NaN. While the maximum is -inf, 0 is subtracted from z in place of the
+ * maximum, so that -inf adds exp(-inf) = 0. */
 
 /* The map from x to z: z = x * scale, or z = softcap * tanh(x * inverse) with SOFTCAP. scale and
  * softcap are positive, so the largest x has the largest z. */
@@ -34,7 +35,7 @@ ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
   return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
 }
 
-/* Returns exp(x) for a result of type T. float32 needs the more accurate function. */
+/* Returns exp(x) for a result of type T. float32 needs a more accurate exp than 16-bit types. */
 ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
   if (sizeof(T) > 2) return EXP_SOFTMAX(x);
   ACC power;
@@ -119,7 +120,7 @@ ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols, int last) {
   return FOLD_MAX(max);
 }
 
-/* Adds a block of n elements, with any flags. */
+/* Adds a block of n elements to the sums, with any flags. The function is not inlined. */
 NOINLINE void NAME(chunk_part)(ACC *restrict sum, ACC *restrict products, const T *p, int n,
                                const ACC *restrict shift, NAME(map_t) map, int form) {
   ACC v[BLOCK];
@@ -198,7 +199,7 @@ ALWAYS_INLINE ACC NAME(power_of)(ACC x, ACC max, ACC shift, ACC *power) {
   return EXP2_PARTS(y, NAME(DEGREE), power);
 }
 
-/* Adds a block to POWER_LANES sums. With 32 of them, not all would stay in AVX2's registers. */
+/* Adds a block to POWER_LANES sums. Of 32 sums, not all would stay in the registers of AVX2. */
 ALWAYS_INLINE void NAME(add_powers)(ACC *restrict sum, const ACC *restrict x, ACC max, ACC shift) {
   for (int first = 0; first < BLOCK; first += POWER_LANES) {
     for (int k = 0; k < POWER_LANES; ++k) {
@@ -280,7 +281,7 @@ NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
                                double *restrict products, const ACC *restrict max) {
   for (int k = 0; k < BLOCK; ++k) {
     const ACC old = tile_max[k], new = max[k] > old ? max[k] : old;
-    /* In the first chunk step is -inf, and the sums are 0. */
+    /* In the first chunk `step` is -inf, and the sums are still 0. */
     const ACC step = old == new ? 0 : old - new, factor = EXP_SOFTMAX(step);
     products[k] = factor == 0 ? 0 : (double)factor * (products[k] + (double)step * sum[k]);
     sum[k] *= (double)factor;
@@ -288,7 +289,8 @@ NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
   }
 }
 
-/* Adds `cols` columns of a block of n inner elements to the tile's sums, from lane `first` on. */
+/* Adds `cols` columns of n inner elements to the tile's sums, beginning at the tile's lane
+ * `first`. */
 ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
@@ -323,7 +325,7 @@ NOINLINE void NAME(tile_chunk_whole)(NAME(tile_sums_t) * tile, int first, const 
   NAME(tile_chunk)(tile, first, x, cols, inner, BLOCK, map, 0);
 }
 
-/* With CALLS, every column takes a function call. */
+/* Does the same as tile_chunk() with less code: with CALLS every column takes a function call. */
 NOINLINE void NAME(tile_chunk_part)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   NAME(tile_chunk)(tile, first, x, cols, inner, n, map, form | CALLS);

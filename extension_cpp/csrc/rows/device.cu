@@ -39,7 +39,8 @@ static cudaError_t ask_device(Device &device, int number) {
   return cudaSuccess;
 }
 
-// Returns the current device's properties. Each thread caches those of the device it used last.
+// Returns the current device's properties. Each thread caches those of the device that it used
+// last.
 cudaError_t current_device(Device &device) {
   thread_local int known = -1;
   thread_local Device facts;

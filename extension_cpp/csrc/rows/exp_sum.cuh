@@ -9,7 +9,8 @@
 namespace rows {
 
 // Returns exp(x), computed with the hardware's instruction for 2^x. The relative error is at most
-// 2^-22 + |x| * 2^-24, because the product with log2(e) is rounded. Results below 2^-126 are 0.
+// 2^-22 + 1.25 |x| 2^-24, because the constant log2(e) and its product with x are rounded. Results
+// below 2^-126 are 0.
 __device__ inline float exponential(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
@@ -46,9 +47,9 @@ struct Moment<A, false> {
   static constexpr A moment = 0;
 };
 
-// Online softmax. In one pass over elements z, it computes their maximum, sum = sum(exp(z - max)),
-// and with ENTROPY also moment = sum(exp(z - max) * (z - max)). A NaN does not become the maximum.
-// NaN and +inf make the sum NaN.
+// Online softmax. In one pass over elements z, ExpSum computes their maximum, sum = sum(exp(z -
+// max)), and with ENTROPY also moment = sum(exp(z - max) * (z - max)). A NaN does not become the
+// maximum. NaN and +inf make the sum NaN.
 template <typename A, bool ENTROPY>
 struct ExpSum : Moment<A, ENTROPY> {
   A max = -INFINITY, sum = 0;

@@ -2,8 +2,8 @@
 // with a cluster of CTAs.
 //
 // blockDim.x threads of a CTA share a row. blockDim.x is a power of two up to 32, or a multiple of
-// 32. A CTA processes blockDim.y rows. The CTAs of a cluster share one row, of which each has a
-// slice of the columns.
+// 32. A CTA processes blockDim.y rows. The CTAs of a cluster share one row, and each of them holds
+// a range of its columns (a slice).
 //
 // A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns the K
 // vectors t, t + blockDim.x, and so on. ALIGNED means that every row begins at a multiple of 16
@@ -53,7 +53,7 @@ struct RowSlice {
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
 };
 
-// Stands for vector k of a thread's part of a row, or with SIZE = 1 and k = K for its edge.
+// Selects vector k of a thread's elements in a row, or with SIZE = 1 and k = K the thread's edge.
 template <int N>
 struct Part {
   static constexpr int SIZE = N;
@@ -141,7 +141,7 @@ struct RowFragment {
   }
 };
 
-// Stores values that RowFragment::for_each has passed to f.
+// Stores `values` at `column`, both as RowFragment::for_each has passed them to its callback.
 template <typename T, int M>
 __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   if constexpr (M == 1) {
@@ -151,7 +151,8 @@ __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   }
 }
 
-// Marks the L2 lines of a CTA's slice of a row evict_normal. All threads that read it call this.
+// Marks the L2 lines of a CTA's slice of a row evict_normal. All threads that read it must call
+// this.
 template <typename T, bool ALIGNED>
 __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &slice) {
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
@@ -167,7 +168,7 @@ __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &
   prefetch_bulk(reinterpret_cast<const void *>(from / 16 * 16), 16 * vectors, hint);
 }
 
-// The parameters (weights or biases) of N columns, from column c on. `data` points to `cols`
+// The parameters (weights or biases) of N columns, beginning with column c. `data` points to `cols`
 // parameters and is aligned to 16 bytes. If `data` is NULL, every parameter is `missing`.
 template <typename W, int N, bool ALIGNED>
 struct ParameterVector {
@@ -252,10 +253,9 @@ __device__ inline float load_parameter(const void *data, int64_t c, float missin
 
 // Sums over the threads of a row. The shape of the kernel fixes the order of the additions. `turn`
 // counts the sums and picks one of SLOTS slots of shared memory, so up to SLOTS sums may be in
-// progress at once.
-// SEVERAL says that a CTA may have several rows of more than one warp each. Each row then uses its
-// own named barrier. Because its number is computed at run time, nvcc reserves all 16 barriers of
-// the CTA, and an SM has barriers for only four such CTAs.
+// progress at once. SEVERAL says that a CTA may have several rows of more than one warp each. Each
+// row then uses its own named barrier. Because the number of the barrier is computed at run time,
+// nvcc reserves all 16 barriers of the CTA, and an SM has barriers for only four such CTAs.
 template <typename A, int SLOTS, bool SEVERAL = false>
 class RowSum {
  public:
@@ -293,8 +293,8 @@ class RowSum {
     }
   }
 
-  // Returns the maximum over the CTA's threads of the row. Ignores NaN, as fmaxf does. It needs a
-  // `turn` of its own, like a sum.
+  // Returns the maximum over the CTA's threads of the row. Ignores NaN, as fmaxf does. Like a sum,
+  // it needs a value of `turn` of its own.
   __device__ A max_cta(A v, int turn) const {
     v = group_max(v, min(blockDim.x, 32));
     if (blockDim.x <= 32) return v;
@@ -304,7 +304,7 @@ class RowSum {
     return group_max(part < count ? warps(turn)[part][0] : -INFINITY, MAX_WARPS);
   }
 
-  // Sends `mine` to all CTAs of the cluster. It needs a `turn` of its own, like a sum.
+  // Sends `mine` to all CTAs of the cluster. Like a sum, it needs a value of `turn` of its own.
   __device__ void send_to_all(float2 mine, int turn) const {
     if (!HAS_CLUSTERS) return;
     const int slot = turn % SLOTS;
@@ -324,8 +324,8 @@ class RowSum {
     return part;
   }
 
-  // post() and collect() are the two halves of a sum over the cluster. Other work fits between
-  // them. post() contains a barrier of all threads of the CTA.
+  // post() and collect() are the two halves of a sum over the cluster. A kernel can do other work
+  // between the two calls. post() contains a barrier of all threads of the CTA.
   template <int COUNT>
   __device__ void post(A (&v)[COUNT], int turn) const {
     post_warp(v, turn);

@@ -18,8 +18,8 @@ struct Geometry : Plan {
   uint64_t hint;  // the cache hint of loads (common/cuda/cache.cuh)
 };
 
-// Returns the registers per thread of a kernel that holds a row. They limit the number of threads
-// on an SM, and so the bytes that the SM keeps in flight.
+// Returns the number of registers per thread of a kernel that holds rows in registers. It limits
+// the number of threads on an SM, and therefore the bytes that the SM keeps in flight.
 constexpr int row_registers(int vectors, bool is_aligned) {
   return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
 }
@@ -75,8 +75,8 @@ struct LaunchConfig : cudaLaunchConfig_t {
   }
 
   // Sets the cluster size and the dynamic shared memory, and allows `kernel` to use them. The
-  // limits belong to the kernel and not to a launch. They are the same for all launches, because
-  // otherwise another thread could lower them in between.
+  // limits belong to the kernel and not to a launch. The limits are the same for all launches,
+  // because otherwise another CPU thread could lower them before this launch.
   cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
     dynamicSmemBytes = shared_bytes;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -92,7 +92,7 @@ struct LaunchConfig : cudaLaunchConfig_t {
   }
 };
 
-// This is no template, so that the host code is compiled once instead of once per kernel.
+// Not a template, so that this host code is compiled once instead of once per kernel.
 inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
                           cudaStream_t stream) {
   LaunchConfig config(plan.ctas, dim3(plan.threads, plan.rows_per_cta), stream);
@@ -102,7 +102,7 @@ inline cudaError_t launch(const void *kernel, const void *params, const Plan &pl
   return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, parameters) : error;
 }
 
-// Launches a kernel, whose only parameter is a struct.
+// Launches a kernel whose only parameter is a struct.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), const Params &params, const Plan &plan,
                    cudaStream_t stream) {

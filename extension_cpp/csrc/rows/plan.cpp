@@ -1,4 +1,4 @@
-// Queries of plans, which `python -m extension_cpp info --plan` and the tests make through ctypes.
+// Returns plans to `python -m extension_cpp info --plan` and to the tests, through ctypes.
 #include "rows/plan.h"
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Selects the GPU kernel and its shape for the rows of a norm, a softmax or a loss. It consists of
-// a table of shapes and a pure function that picks a row of the table. This is host-only C++: the
+// Selects the GPU kernel and its shape for the rows of a norm, a softmax or a loss. The file has a
+// table of shapes, and a pure function that picks a row of the table. This is host-only C++: the
 // launchers include it, `python -m extension_cpp info --plan` prints a norm's plan, and
 // tests/c/plan.cpp checks that every row of the table is reached. benchmarks/norm_plans.py measures
 // the shapes and thresholds. The limits on registers are defined beside the kernels. Softmax and
@@ -95,8 +95,8 @@ struct Plan {
 
 // A shape. A thread holds `vectors` vectors of a half type, or `float_vectors` of float32. Each CTA
 // has `least` to `most` threads per row. Their number is a power of two up to 32, and above 32 the
-// multiple of 32 that leaves the fewest idle. A CTA processes as many rows as fit into `cta`
-// threads, at least one. In forward, a row of several warps has its own CTA.
+// multiple of 32 that leaves the fewest threads idle. A CTA processes as many rows as fit into
+// `cta` threads, at least one. In forward, a row of several warps has its own CTA.
 struct Shape {
   Kernel kernel;
   int vectors, float_vectors;
@@ -109,7 +109,7 @@ constexpr Shape SHAPES[] = {
     // Forward. 3 or 4 vectors per thread keep 32 to 64 KB per SM in flight.
     {Kernel::ROW, 3, 3, 4, 512, 128, 1},
     {Kernel::ROW, 4, 4, 4, 512, 128, 1},
-    // Forward with a cluster per row. With 8 vectors per thread, half as many CTAs exchange sums.
+    // Forward with a cluster per row. 8 vectors per thread take half as many CTAs as 4.
     {Kernel::ROW, 8, 8, 64, 128, 0, 4},
     {Kernel::ROW, 8, 8, 64, 256, 0, 8},
     {Kernel::ROW, 8, 8, 64, 256, 0, 16},
@@ -130,7 +130,8 @@ constexpr Shape SHAPES[] = {
 constexpr int SHAPE_COUNT = sizeof SHAPES / sizeof SHAPES[0];
 
 // Returns the largest number of threads of a persistent CTA. float32, a residual, dropout and
-// unaligned rows each need more registers. The pairs below leave registers for only 384 threads.
+// unaligned rows each need more registers. Crowded combinations have registers for only 384
+// threads.
 constexpr int most_persistent_threads(bool is_float32, Form form, bool is_aligned) {
   const bool is_crowded = is_float32 + (form == Form::RESIDUAL) + !is_aligned > 1 ||
                           (form == Form::DROPOUT_OF_Y && !is_aligned);
@@ -179,7 +180,8 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   const int vector = vector_elements(p.dtype);
   const bool is_aligned = p.cols % vector == 0;
   if (shape.kernel == Kernel::ROW) {
-    // Unaligned rows only have kernels with 4 vectors, which halves the number of their kernels.
+    // For unaligned rows there are only kernels with 4 vectors per thread, so that half as many
+    // kernels are compiled for such rows.
     const bool needs_four = !is_aligned || (p.form == Form::RESIDUAL && shape.cluster > 1);
     if (needs_four ? shape.vectors != 4 : shape.cluster > 1 && shape.vectors == 4) return false;
   } else if (shape.kernel != Kernel::PERSISTENT && !is_aligned) {
@@ -214,8 +216,8 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   return true;
 }
 
-// Picks one of the kernel's shapes that fit. It prefers the smallest cluster, then the least
-// capacity (threads * vectors), then the most vectors per thread. Returns false if none fits.
+// Picks one of the kernel's shapes that fit. The function prefers the smallest cluster, then the
+// smallest product threads * vectors, then the most vectors per thread. Returns false if none fits.
 inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device &device) {
   const auto cost = [](const Plan &plan) {
     return std::tuple(plan.cluster, plan.threads * plan.vectors, -plan.vectors);
@@ -240,7 +242,8 @@ inline void hint_last(Plan &plan, const Problem &p, const Device &device, int te
 }
 
 // Returns the number of partial rows of the fallback kernel: a few CTAs per SM, if there are enough
-// rows. It is larger if a thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
+// rows. The number is larger if a thread would otherwise add more than MOST_ROWS rows. The limit of
+// gridDim.y caps it.
 inline int64_t generic_parts(const Problem &p, const Device &device) {
   const int64_t tiles = ceil_div(p.cols, COLUMNS_X);
   const int64_t usual = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
@@ -269,7 +272,7 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   Plan plan{};
   if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p, device);
   plan.ctas = ceil_div(p.rows, plan.rows_per_cta) * plan.cluster;
-  // If only one tensor is read, a CTA that waits for its sums has too few bytes in flight.
+  // If only one tensor is read, waiting CTAs have too few bytes in flight without prefetches.
   if (p.form != Form::RESIDUAL && row_bytes(p) >= AHEAD_ROW_BYTES) {
     plan.ahead = static_cast<int>(device.l2_bytes / AHEAD_PARTS / row_bytes(p));
   }
@@ -279,8 +282,9 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   return plan;
 }
 
-// Returns the number of CTAs or clusters of a persistent kernel, each with `unit` rows at once. It
-// is a multiple of `most`, the number that run at once. No thread adds more than MOST_ROWS rows.
+// Returns the number of CTAs or clusters of a persistent kernel, each with `unit` rows at once. The
+// result is the smallest multiple of `most` for which no thread adds more than MOST_ROWS rows.
+// `most` CTAs or clusters run at once.
 inline int64_t row_units(const Problem &p, int64_t unit, int64_t most) {
   return most * ceil_div(p.rows, most * unit * MOST_ROWS);
 }
@@ -297,8 +301,8 @@ inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
 
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   if (!pick_shape(plan, Kernel::PIPELINE, p, device)) return false;
-  // A stage holds one row of x and one of grad_out. Both keep the offset from a multiple of 128
-  // bytes that they have in global memory, because bulk copies are slower otherwise.
+  // A stage holds one row of x and one of grad_out. The two rows keep the offset from a multiple of
+  // 128 bytes that they have in global memory, because bulk copies are slower otherwise.
   plan.stage_vectors = static_cast<int>(ceil_div(plan.slice / vector_elements(p.dtype) + 9, 8) * 8);
   const int64_t stage = 2 * 16 * static_cast<int64_t>(plan.stage_vectors);
   plan.stages = static_cast<int>(std::min(
@@ -322,7 +326,7 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
 
 // Chooses the eviction hint of backward. Medium tensors are read with evict_first, so that grad_x
 // stays in the L2 for the next kernel. Large tensors are read with evict_last, so that they outlast
-// the lines that are written. For float32, evict_last also helps smaller tensors, because float32
+// the written lines in the L2. For float32, evict_last also helps smaller tensors, because float32
 // needs fewer instructions per byte. float32 pipelines that write two tensors use evict_first.
 inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const int64_t bytes = p.rows * row_bytes(p);

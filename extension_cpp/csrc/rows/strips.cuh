@@ -2,9 +2,9 @@
 // the last, float64, unaligned tensors, and rows too wide for a cluster.
 //
 // A strip consists of neighbouring inner elements with all their columns. A cluster of CTAs
-// processes a strip, and each CTA an equal part of its columns. Threads with the same threadIdx.x
-// have the same N neighbouring inner elements. Threads with different threadIdx.y read different
-// columns of them at the same time.
+// processes a strip, and each of its CTAs processes an equal share of the columns. Threads with the
+// same threadIdx.x have the same N neighbouring inner elements. Threads with different threadIdx.y
+// read different columns of these elements at the same time.
 #ifndef EXTENSION_CPP_ROWS_STRIPS_CUH
 #define EXTENSION_CPP_ROWS_STRIPS_CUH
 
@@ -15,7 +15,7 @@
 namespace rows {
 
 constexpr int STRIP_THREADS = 256;
-// CTAs per SM. They limit the registers per thread to 80, and to 128 in backward.
+// Numbers of CTAs per SM. They limit the registers per thread: to 80, and in backward to 128.
 constexpr int STRIP_CTAS = 3, STRIP_BACKWARD_CTAS = 2;
 constexpr int STRIP_COLUMNS = 4;  // columns that a thread loads at once
 
@@ -52,8 +52,8 @@ struct Strip {
     for (int64_t c = begin + threadIdx.y; c < end; c += STRIP_COLUMNS * blockDim.y) f(c);
   }
 
-  // Does the same in reverse order, for a second pass: the columns read last are still in the
-  // caches.
+  // Does the same as for_columns() in reverse order. A second pass uses it, because the columns
+  // that the first pass read last are still in the caches.
   template <typename F>
   __device__ void for_columns_backward(F &&f) const {
     const int64_t step = STRIP_COLUMNS * blockDim.y, first = begin + threadIdx.y;
@@ -65,7 +65,7 @@ struct Strip {
 };
 
 // Loads N elements of each of the columns c, c + blockDim.y, ... `data` points to column 0. Values
-// of columns outside the CTA's part are `missing`.
+// of columns that the CTA does not process are `missing`.
 template <typename T, int N>
 __device__ inline void load_columns(acc_t<T> (&values)[STRIP_COLUMNS][N], const T *data,
                                     const Strip &strip, int64_t c, int64_t inner,
@@ -92,8 +92,8 @@ struct PlainSum {
   __device__ void join(const PlainSum &other) { sum += other.sum; }
 };
 
-// Joins the partial results that the threads of a strip have for each inner element. The order
-// depends only on the shape of the launch, so that every run gives the same bits.
+// Joins the partial results that the threads of a strip have for each inner element. The order of
+// the joins depends only on the shape of the launch, so that every run gives the same bits.
 template <typename V, int N>
 class StripJoin {
  public:
@@ -151,8 +151,8 @@ class StripJoin {
 
 // ---- on the host ----
 
-// Returns the shape of a launch. It does not depend on outer, and on inner only up to the width of
-// a strip, because the bits of a row must not depend on the number of other rows.
+// Returns the shape of a launch. The shape does not depend on outer, and on inner only up to the
+// width of a strip, because the bits of a row must not depend on the number of other rows.
 inline StripShape strip_shape(int64_t cols, int64_t inner, int64_t vector_bytes, int n,
                               bool has_clusters) {
   constexpr int64_t LINE = 128, SHARE = 32 << 10;  // bytes

@@ -7,10 +7,10 @@
  *   partial                 scratch of column_sums_partial_cpu() or _cuda() doubles; NULL if
  *                           grad_bias is NULL
  * With rows = 0, grad_bias is 0 and nothing else is written. NaN propagates. x * scale + bias is
- * one fma in float (double for float64). Backward computes it in the same way, so that it has
- * forward's mask. For grad_bias, float lanes sum parts of the rows, and the parts are added in
- * order in double. Only the shape determines the parts. Results are run-to-run deterministic, for
- * any number of threads. */
+ * one fma in float (double for float64). Backward computes this fma in the same way, so that it
+ * finds the same elements positive as forward. For grad_bias, each float lane sums a range of rows,
+ * and these partial sums are added in order in double. Only the shape determines the ranges.
+ * Results are run-to-run deterministic, for any number of threads. */
 #ifndef EXTENSION_CPP_SCALE_BIAS_RELU_H
 #define EXTENSION_CPP_SCALE_BIAS_RELU_H
 
@@ -45,14 +45,14 @@ typedef struct {
   dtype_t dtype;
 } scale_bias_relu_backward_args;
 
-/* CPU kernels. args points to the struct. Forward processes chunks [begin, end) of CHUNK elements.
- * Backward processes work items [begin, end) of parts * tiles (common/column_sums.h). After it,
- * grad_bias_cpu processes tiles [begin, end). */
+/* CPU kernels. `args` points to the argument struct. Forward processes chunks [begin, end) of CHUNK
+ * elements. Backward processes work items [begin, end), one per part and tile
+ * (common/column_sums.h). After backward, grad_bias_cpu processes tiles [begin, end) of columns. */
 void scale_bias_relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_backward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_grad_bias_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers. `stream` is a cudaStream_t, and the result a cudaError_t. */
+/* CUDA launchers. `stream` is a cudaStream_t. The functions return a cudaError_t. */
 int scale_bias_relu_forward_cuda(const scale_bias_relu_forward_args *args, void *stream);
 int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args *args, void *stream);
 

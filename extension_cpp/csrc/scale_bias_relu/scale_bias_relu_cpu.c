@@ -1,5 +1,5 @@
 /* scale_bias_relu on the CPU. Forward divides elements and not rows among threads, so that threads
- * can share one wide row. Backward processes a tile of columns and a part of the rows at a time
+ * can share one wide row. A work item of backward is a range of rows within one tile of columns
  * (common/cpu/column_sums_kernel.h). The arithmetic is in scale_bias_relu_cpu_kernel.h. */
 #include "scale_bias_relu/scale_bias_relu.h"
 

@@ -1,7 +1,7 @@
 /* CPU kernels of scale_bias_relu. scale_bias_relu_cpu.c compiles this file once per element type
  * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
-/* Processes n elements of one row, from flat index i and column c on. */
+/* Processes n elements of one row. The first has flat index i and column c. */
 ALWAYS_INLINE void NAME(forward_block)(const scale_bias_relu_forward_args *args, int64_t i,
                                        int64_t c, int n, int stream) {
   const ACC scale = (ACC)args->scale;

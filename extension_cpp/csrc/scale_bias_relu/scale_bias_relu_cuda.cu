@@ -1,5 +1,5 @@
-// scale_bias_relu on the GPU. Forward goes over the elements, with the bias as the broadcast row
-// (common/cuda/pointwise.cuh). Backward is one pass with sums over the rows
+// scale_bias_relu on the GPU. Forward is element-wise, with the bias broadcast over the rows
+// (common/cuda/pointwise.cuh). Backward computes grad_x and the sums over the rows in one pass
 // (common/cuda/column_sums.cuh).
 #include "common/cuda/column_sums.cuh"
 #include "common/cuda/pointwise.cuh"

@@ -7,18 +7,18 @@
  *   linear_recurrence  u_k = grad_h_k + a_(k+1) u_(k+1)                grad_b_k = u_k
  *                      grad_a_k = u_k h_(k-1)                          grad_h0 = a_0 u_0
  * Every operand is (outer, length, inner) with any strides (0 for a broadcast input), and the scan
- * runs over length. `outer` may stand for several dimensions without a common stride (scan_jump).
- * h0 and grad_h0 are (outer, inner); their stride `step` is 0. Kernels always scan from the first
- * step to the last. To scan in the other direction, `data` points to the last step and `step` is
- * negative. Step k - 1 in the formulas of the gradients is therefore step k + 1 of their kernels.
- * Outputs overlap neither inputs nor one another. Sizes may exceed 2^31, but on the GPU columns
- * have at most 2^31 - 1 tiles (scan_plan.h). A call without elements is not launched.
- * Results are computed in float (double for float64) or better, and rounded once per element. They
- * are run-to-run deterministic. At equal alignment they are batch-invariant: a line's result does
- * not depend on the other lines or on the number of threads. NaN and infinities spread only to
- * later steps. In the gradient of logcumsumexp, exp(x - y) is 0 where y is -inf, because such a
- * result depends on no element. Source: PyTorch; Blelloch, Prefix Sums and Their Applications,
- * 1990. */
+ * runs over length. A line is the elements with one outer and one inner index. `outer` may stand
+ * for several dimensions without a common stride (scan_jump). h0 and grad_h0 are (outer, inner);
+ * their stride `step` is 0. Kernels always scan from the first step to the last. To scan in the
+ * other direction, `data` points to the last step and `step` is negative. Step k - 1 in the
+ * formulas of the gradients is therefore step k + 1 of their kernels. Outputs overlap neither
+ * inputs nor one another. Sizes may exceed 2^31, but on the GPU columns have at most 2^31 - 1 tiles
+ * (scan_plan.h). A call without elements is not launched. Results are computed in float (double for
+ * float64) or better, and rounded once per element. They are run-to-run deterministic. At equal
+ * alignment they are batch-invariant: a line's result does not depend on the other lines or on the
+ * number of threads. NaN and infinities spread only to later steps. In the gradient of
+ * logcumsumexp, exp(x - y) is 0 where y is -inf, because such a result depends on no element.
+ * Source: PyTorch; Blelloch, Prefix Sums and Their Applications, 1990. */
 #ifndef EXTENSION_CPP_SCAN_H
 #define EXTENSION_CPP_SCAN_H
 
@@ -62,8 +62,8 @@ typedef struct {
 } scan_output;
 
 /* A correction of addresses for outer indices that stand for several dimensions. The stride `outer`
- * of an operand steps through the innermost of them. After every `span` outer indices another
- * dimension takes a step, and the operand's address moves by `by` more elements. */
+ * of an operand steps through the innermost of these dimensions. After every `span` outer indices
+ * another dimension takes a step, and the operand's address moves by `by` more elements. */
 enum { SCAN_OPERANDS = 7 };
 typedef struct {
   int64_t span, by[SCAN_OPERANDS];
@@ -108,11 +108,12 @@ typedef struct {
   scan_output grad_a, grad_b, grad_h0; /* grad_h0.data is NULL if h0.data is */
 } linear_recurrence_backward_args;
 
-/* How the CPU divides a scan. A line is scanned in parts of SCAN_PART steps. A part is scanned from
- * 0 and then joined to the result of the parts before it. This also holds if one thread scans the
- * whole line, so the bits do not depend on the number of threads. A work item is a row or, if inner
- * > 1, a tile of `width` inner elements. If parts > 1, a work item is one part of these.
- * <op>_totals_cpu then runs first and writes the total of each part to `totals`. */
+/* How the CPU divides a scan. A line (the elements with one outer and one inner index) is scanned
+ * in parts of SCAN_PART steps. A part is scanned from 0 and then joined to the result of the parts
+ * before it. This also holds if one thread scans the whole line, so the bits do not depend on the
+ * number of threads. A work item is a row or, if inner > 1, a tile of `width` inner elements. If
+ * parts > 1, a work item is one part of such a row or tile. <op>_totals_cpu then runs first and
+ * writes the total of each part to `totals`. */
 enum { SCAN_PART = 1 << 14, SCAN_TILE = 2048 };
 typedef struct {
   int64_t width; /* at most SCAN_TILE */

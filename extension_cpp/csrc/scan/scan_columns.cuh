@@ -1,4 +1,5 @@
-// Scans over columns on the GPU (inner > 1), where neighbouring lines are neighbours in memory.
+// Scans over columns on the GPU (inner > 1), where neighbouring lines (scan.h) are neighbours in
+// memory.
 #ifndef EXTENSION_CPP_SCAN_COLUMNS_CUH
 #define EXTENSION_CPP_SCAN_COLUMNS_CUH
 
@@ -7,11 +8,11 @@
 namespace scans {
 
 // The part of a tile that a thread scans, and the vectors that it copies. A segment is plan.lanes
-// neighbouring threads, which scan the same run of steps. A thread scans the run for LINES
-// neighbouring lines, one word at each step. Up to 32 neighbouring threads of a segment copy what
-// they scan: vector k of a thread is at step copy_step + k * STEPS of the run. In shared memory the
-// tile is (inputs, steps, columns). A gap after each segment puts the words of two segments, which
-// a warp reads at once, into different banks.
+// neighbouring threads, which scan the same range of steps (a run). A thread scans the run for
+// LINES neighbouring lines, and reads one word at each step. Up to 32 neighbouring threads of a
+// segment copy what they scan: vector k of a thread is at step copy_step + k * STEPS of the run. In
+// shared memory the tile is (inputs, steps, columns). A gap after each segment puts the words of
+// two segments, which a warp reads at once, into different banks.
 template <typename Op>
 struct ColumnTile {
   using T = typename Op::T;
@@ -25,7 +26,7 @@ struct ColumnTile {
   const Outer outer;
   const int64_t first_step, first_line;  // first step and first line of the CTA's tile
   const int run;                         // first step of the run, counted from first_step
-  const int steps;  // steps to the end of the lines, at most one more than a tile has
+  const int steps;  // number of steps up to the lines' end, or p.plan.steps + 1 if less
 
   __device__ ColumnTile(const Params<Op> &p, const Outer &outer, unsigned tile, unsigned strip)
       : p(p),
@@ -43,7 +44,7 @@ struct ColumnTile {
   __device__ int side() const { return min(p.plan.lanes, 32) / STEPS; }  // vectors side by side
   __device__ int line(int repeat) const { return repeat * p.plan.columns + lane * LINES; }
   __device__ int copy_line(int repeat) const { return repeat * p.plan.columns + copy_column; }
-  // Returns the number of lines from line `line` of the CTA to the end.
+  // Returns the number of lines from line `line` of the CTA to the last line of the tensor.
   __device__ int64_t lines(int line) const { return p.inner - first_line - line; }
   __device__ int input_bytes() const {
     return p.plan.vectors * p.plan.repeats * THREADS * 16 + GAPS;
@@ -88,7 +89,7 @@ struct ColumnTile {
     }
   }
 
-  // Gathers the elements of vectors that copy() cannot copy.
+  // Fills in the vectors that copy() has left at 0, one element at a time.
   __device__ void gather_rest() const {
 #pragma unroll 1
     for (int repeat = 0; repeat < p.plan.repeats; ++repeat) gather_strip(repeat);
@@ -120,7 +121,7 @@ struct ColumnTile {
     return start_state(p, lines(line) > 0, outer, first_line + line);
   }
 
-  // Calls f(inputs, step, line) for STEPS steps of LINES lines, from step k * STEPS of the run on.
+  // Calls f(inputs, step, line) for LINES lines and STEPS steps, the first at k * STEPS in the run.
   template <typename F>
   __device__ void for_each_step(int repeat, int k, F &&f) const {
     A v[Op::INPUTS][N];
@@ -143,8 +144,8 @@ struct ColumnTile {
     }
   }
 
-  // Scans the run from `state` on and writes the results. For short lines, it scans each strip from
-  // the start of its lines.
+  // Scans the run, beginning with `state`, and writes the results. If lines are short, the tile has
+  // several strips of lines, and each of them is scanned from its first step.
   __device__ void write(typename Op::Algebra::State (&state)[LINES]) const {
     T *to[Op::OUTPUTS];
 #pragma unroll

@@ -1,11 +1,11 @@
 /* Scans on the CPU. scan.h describes how long lines are cut.
  *
  * If inner = 1, the lanes of a block are steps of one row. A block of 32 elements is scanned in
- * registers, in a fixed tree, and a running result in double continues from block to block.
- * If inner > 1, the lanes are inner elements, and an array holds the state of each. The steps are
- * read one after the other, so that memory is read in rows of a tile.
- * Short rows and few columns are scanned element by element. If the elements of a block are not
- * neighbours in memory, they are loaded and stored one by one. */
+ * registers, in a fixed binary tree. A running result in double continues from block to block. If
+ * inner > 1, the lanes are inner elements, and an array holds the state of each. The steps are read
+ * one after the other, so that memory is read in rows of a tile. Short rows and few columns are
+ * scanned element by element. If the elements of a block are not neighbours in memory, they are
+ * loaded and stored one by one. */
 #include "scan/scan.h"
 
 #include "common/cpu/level.h"

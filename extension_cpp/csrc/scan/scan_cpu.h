@@ -114,13 +114,14 @@ ALWAYS_INLINE carry_float16 carry_from_float16(double start) {
 }
 ALWAYS_INLINE carry_bfloat16 carry_from_bfloat16(double start) { return carry_from_float16(start); }
 
-/* Return the sum of the blocks, without the value before them. */
+/* Return the sum of the blocks scanned so far, without the value before the part. */
 ALWAYS_INLINE double carried_float32(carry_float32 carry) { return carry.sum; }
 ALWAYS_INLINE double carried_float64(carry_float64 carry) { return carry.sum; }
 ALWAYS_INLINE double carried_float16(carry_float16 carry) { return carry.sum[LANES - 1]; }
 ALWAYS_INLINE double carried_bfloat16(carry_bfloat16 carry) { return carry.sum[LANES - 1]; }
 
-/* Scan a block in place: v[k] becomes the running sum up to the element of v[k]. */
+/* Scan a block in place: v[k] becomes the line's running sum up to and including lane k's
+ * element. */
 ALWAYS_INLINE carry_float32 scan_block_float32(float *v, carry_float32 carry) {
   enum { COUNT = BLOCK / LANES };
   const double before = carry.start + carry.sum;
@@ -165,7 +166,7 @@ ALWAYS_INLINE carry_bfloat16 scan_block_bfloat16(float *v, carry_bfloat16 carry)
   return carry;
 }
 
-/* float64 exists for gradcheck, so this need not be fast. */
+/* float64 exists for gradcheck, so this function need not be fast. */
 ALWAYS_INLINE carry_float64 scan_block_float64(double *v, carry_float64 carry) {
   const double before = carry.start + carry.sum;
   double sum = v[0]; /* a variable, because gcc would read v[k - 1] from memory again */
@@ -271,8 +272,8 @@ ALWAYS_INLINE pair_sum_t recur_block_float64(const double *a, double *b, double 
   return sum;
 }
 
-/* Returns the state after a pair. If `a` has overflowed to infinity and the state is 0, the result
- * is b and not NaN. If `a` is NaN, so is the result. */
+/* Returns the state after the steps of the pair `sum`: a * state + b. If `a` has overflowed to
+ * infinity and the state is 0, the result is b and not NaN. If `a` is NaN, so is the result. */
 ALWAYS_INLINE double next_state(pair_sum_t sum, double state) {
   return state == 0 && sum.a == sum.a ? sum.b : fma_double(sum.a, state, sum.b);
 }

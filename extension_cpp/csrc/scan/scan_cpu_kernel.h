@@ -3,9 +3,10 @@
 
 /* ---- blocks with any stride ----
  * Elements that are not neighbours in memory, or fill no whole block, are copied to or from a block
- * in memory. A kernel then has its arithmetic only once, and the lanes stay in registers. */
+ * in memory. A kernel's arithmetic is then compiled only once, and lanes stay in registers. */
 
-/* Copies the first n elements of a block to memory in order, and fills the rest with `rest`. */
+/* Copies n elements, which are `stride` apart at p, to the array `block`, and fills the rest of the
+ * array with `rest`. Returns the array. */
 NOINLINE const T *NAME(gather)(T *restrict block, const T *restrict p, int64_t stride, int n,
                                ACC rest) {
   const T filling = NAME(narrow)(rest);
@@ -156,8 +157,8 @@ NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_ste
 /* The type of the sums of columns: double, but float for half types, as scan.h permits. */
 typedef __typeof__(_Generic((T){0}, uint16_t : 0.0f, default : 0.0)) NAME(sum_t);
 
-/* Scans a part of a tile of columns, whose lanes are in block order. It reads one step at a time,
- * because reading and streaming two or four rows of memory at a time takes twice as long. */
+/* Scans a part of a tile of columns, whose lanes are in block order. The loop reads one step at a
+ * time, because reading and streaming two or four rows of memory at a time takes twice as long. */
 NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t steps,
                                 const double *start, double *total, int only_total, int stream) {
   NAME(sum_t) from[SCAN_TILE], sums[SCAN_TILE];

@@ -1,10 +1,10 @@
 /* logcumsumexp and its gradient. scan_cpu_recurrence_kernel.h includes this file at its end.
  *
- * Let m be the maximum of the elements before x, and s the sum of exp(. - m) over the others. Then
- * x changes s to s + exp(x - m), or to (s + 1) exp(m - x) if x is the new maximum. This is a linear
- * recurrence with one exp per element. s leaves out the term of the maximum, which is 1 and would
- * hide small terms if m is near 0. A part begins without elements, at m = -inf and s = -1. The
- * elements before the part are added to each result. */
+ * Let m be the maximum of the elements before x, and s the sum of exp(z - m) over all these
+ * elements z but the maximum. Then x changes s to s + exp(x - m), or to (s + 1) exp(m - x) if x is
+ * the new maximum. This is a linear recurrence with one exp per element. s leaves out the term of
+ * the maximum, which is 1 and would hide small terms if m is near 0. A part begins without
+ * elements, at m = -inf and s = -1. The elements before the part are added to each result. */
 
 /* Returns exp(x - y) for x <= y, or 1 if rounding made x larger or both are the same infinity. */
 ALWAYS_INLINE ACC NAME(exp_difference)(ACC x, ACC y) {

@@ -18,8 +18,8 @@ ALWAYS_INLINE pair_sum_t NAME(recur_steps)(scan_input a, scan_input b, scan_outp
   return sum;
 }
 
-/* Scans a row. If all steps are 1, they become constants, which keeps the lanes in registers. In
- * float16 this saves a third of the time. */
+/* Scans a row. If the strides `step` of all operands are 1, they become constants, so that the
+ * lanes stay in registers. For float16 this saves a third of the time. */
 NOINLINE pair_sum_t NAME(recur_row)(scan_input a, scan_input b, scan_output h, int64_t n,
                                     double start, int only_total, int stream) {
   if (a.step == 1 && b.step == 1 && h.step == 1) {
@@ -166,7 +166,7 @@ NOINLINE const T *NAME(gather_first)(T *restrict block, scan_input x, int n, ACC
   return block;
 }
 
-/* Loads the block of x from step i - 1 on. The value before the first step of a line is
+/* Loads the block of x that begins at step i - 1. The value before the first step of a line is
  * `before`. */
 ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, int is_first,
                                       ACC before, ACC rest) {
@@ -181,7 +181,8 @@ ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, in
   NAME(load_stride)(v, from, step, n, rest);
 }
 
-/* Loads the block of x from step i + 1 on. The value after the last step of a line is `end`. */
+/* Loads the block of x at steps i + 1 and later. The value after the last step of a line is
+ * `end`. */
 ALWAYS_INLINE void NAME(load_later)(ACC *v, scan_input x, int64_t i, int n, int is_end, ACC end) {
   NAME(load_stride)(v, (const T *)x.data + (i + 1) * x.step, x.step, n - is_end, end);
 }
@@ -213,7 +214,7 @@ NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_ar
   return sum;
 }
 
-/* Loads h at step i + 1 for the columns from c on. After the last step (is_end) it loads h0. */
+/* Loads h at step i + 1 for n columns from c on. After the last step (is_end) it loads h0. */
 ALWAYS_INLINE void NAME(later_columns)(ACC *v, scan_input h, const ACC *h0, int64_t i, int c, int n,
                                        int64_t ahead, int is_end) {
   if (is_end) {

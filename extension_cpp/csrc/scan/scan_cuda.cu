@@ -37,8 +37,8 @@ static int dynamic_bytes(int vectors, bool is_rows) {
   return Op::INPUTS * (vectors * THREADS * 16 + gaps);
 }
 
-// Returns the largest number of vectors per thread in columns. It is smaller on devices with less
-// shared memory than an H100.
+// Returns the largest number of vectors per thread in columns. It is smaller than COLUMN_VECTORS
+// only on GPUs of compute capability 7.5, which have 64 KiB of shared memory.
 template <typename Op>
 static int column_vectors() {
   const int room = shared_memory() - static_cast<int>(sizeof(ColumnTable<Op>));
@@ -70,7 +70,7 @@ static cudaError_t with_element(dtype_t dtype, F &&f) {
   return dtype == DTYPE_FLOAT32 ? f(float{}) : f(Half{});
 }
 
-// Calls f with default-initialised parameters of an op.
+// Calls f with default-initialised parameters of an op, for the type of its elements.
 template <template <typename> class Op, typename F>
 static cudaError_t with_params(const scan_shape &shape, F &&f) {
   return with_element(shape.dtype, [&](auto zero) { return f(Params<Op<decltype(zero)>>{}); });

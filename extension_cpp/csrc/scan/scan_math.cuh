@@ -36,9 +36,9 @@ __device__ inline A exp_difference(A a, A b) {
 }
 
 // A Part of numbers x_k is {m, s}: m is the largest x_k, and s is the sum of exp(x_k - m) over the
-// others. The pair avoids the rounding of m + log(1 + s) at each join. s leaves out the term of the
-// largest number, which is 1 and would hide small terms if m is near 0. An empty Part has s = -1. A
-// NaN makes s NaN but does not change m.
+// other x_k. The pair avoids the rounding of m + log(1 + s) at each join. s leaves out the term of
+// the largest number, which is 1 and would hide small terms if m is near 0. An empty Part has s =
+// -1. A NaN makes s NaN but does not change m.
 template <typename A>
 struct LogSum {
   using Part = Words<A, 2>;
@@ -77,7 +77,7 @@ struct Linear {
 // An op has these members. part(in, is_first) returns the Part of one step. step(in, is_first,
 // state, out) advances the state by one step and sets the results of the step. in[i] is input i at
 // step + shift(i), or 0 outside the line. ROW_VECTORS and COLUMN_VECTORS are the numbers of 16-byte
-// vectors per input and thread; that of rows is a power of two. ROW_CTAS and COLUMN_CTAS are the
+// vectors per input and thread. ROW_VECTORS is a power of two. ROW_CTAS and COLUMN_CTAS are the
 // numbers of CTAs for which the registers of an SM suffice.
 
 template <typename Element>
@@ -87,8 +87,8 @@ struct Cumsum {
   using Algebra = Sum<A>;
   static constexpr int INPUTS = 1, OUTPUTS = 1;
   static constexpr int ROW_VECTORS = 8, COLUMN_VECTORS = 8;
-  // With 6 CTAs, a thread has 40 registers. These are too few for rows of doubles, and they make
-  // columns with two lines per thread slower.
+  // With 6 CTAs per SM, a thread has 40 registers. These are too few for rows of doubles. For
+  // columns with two lines per thread, 5 CTAs with more registers are faster.
   static constexpr int ROW_CTAS = sizeof(T) == 8 ? 5 : 6, COLUMN_CTAS = sizeof(T) == 4 ? 6 : 5;
   static __device__ constexpr int shift(int) { return 0; }
   bool exclusive;

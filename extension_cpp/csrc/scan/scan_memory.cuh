@@ -136,7 +136,7 @@ __device__ inline typename Op::T *element(const Params<Op> &p, const scan_output
   return static_cast<typename Op::T *>(out.data) + offset(p, out, outer, step, i);
 }
 
-// Returns count * stride. With a count of 32 bits it takes fewer instructions than with 64 bits.
+// Returns count * stride. A 32-bit count takes fewer instructions than a 64-bit count.
 __device__ inline int64_t strides(int count, int64_t stride) {
   return static_cast<int64_t>(static_cast<unsigned>(count)) * stride;
 }
@@ -171,7 +171,7 @@ __device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
   return all;
 }
 
-// Loads `count` elements from p on, `stride` apart. The rest of the vector is 0.
+// Loads `count` elements, `stride` apart, of which the first is at p. The rest of the vector is 0.
 template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {
   T v[WIDTH<T>];
@@ -233,7 +233,7 @@ __device__ inline typename Op::T after_last(const Params<Op> &p, const Outer &ou
   return p.after.data == nullptr ? T{} : *element(p, p.after, outer, 0, i);
 }
 
-// Writes the gradient of the state before a line. `state` is that after the kernel's last step.
+// Writes the gradient of the state before a line. `state` follows the last step.
 template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, const Outer &outer, int64_t i,
                                       typename Op::Algebra::State state) {

@@ -26,7 +26,7 @@ constexpr int MIN_VECTORS = 4;  // vectors along inner in the narrowest tile, wh
 // Returns how many neighbouring lines a thread scans: as many as fit into a word of 4 bytes (8 for
 // float64). `width` is the number of elements in a 16-byte vector.
 constexpr int lines_of(int width) { return width == 8 ? 2 : 1; }
-// The number of segments and of lines in the narrowest tile, which lines of several tiles use.
+// The numbers of segments and lines in the narrowest tile, which lines of several tiles use.
 constexpr int max_segments(int width) { return THREADS / (MIN_VECTORS * width / lines_of(width)); }
 constexpr int min_columns(int width) { return MIN_VECTORS * width; }
 // With fewer CTAs than this, some SMs could be without work.
@@ -53,8 +53,8 @@ struct Plan {
 };
 
 // Picks the plan. A vector has `width` elements. In rows, a thread scans neighbouring vectors of a
-// row. In columns, it scans a run of steps of lines_of(width) lines. If row_vectors is 0, rows are
-// scanned by the kernel for columns.
+// row. In columns, a thread scans a range of steps (a run) of lines_of(width) lines. If row_vectors
+// is 0, rows are scanned by the kernel for columns.
 inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column_vectors) {
   Plan plan{};
   plan.is_rows = shape.inner == 1 && row_vectors > 0;
@@ -76,9 +76,9 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
       plan.columns = plan.rows;
     }
   } else {
-    // If a line fits into one tile, a tile of shorter lines has more threads side by side and fewer
-    // segments. The number of lines must not matter, because segments determine the order of the
-    // joins.
+    // If a line fits into one tile, then the shorter it is, the more threads lie side by side and
+    // the fewer segments a tile has. The number of lines must not matter, because segments
+    // determine the order of the joins.
     const int steps = width / lines_of(width);  // steps in a thread's vector
     plan.lanes = MIN_VECTORS * steps;
     while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors * steps >= shape.length) {
@@ -90,7 +90,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     plan.run = plan.vectors * steps;
     plan.steps = plan.segments * plan.run;
     plan.tiles = ceil_div(shape.length, plan.steps);
-    // With one strip of short lines, a CTA would have few bytes in flight. It scans several.
+    // With one strip of short lines, a CTA would have few bytes in flight. It scans several strips.
     const auto strips = [&](int repeats) { return ceil_div(shape.inner, plan.columns * repeats); };
     while (plan.segments == 1 && 2 * plan.repeats * plan.vectors <= vectors &&
            strips(plan.repeats) > 1 && shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {
@@ -108,7 +108,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
   return plan;
 }
 
-// ---- the memory in which tiles publish, and jumps ----
+// ---- the layout of scan_shape.state: the values that tiles publish, and the table of jumps ----
 
 // The layout of scan_shape.state. If a line is a single tile, nothing is published.
 struct StateLayout {
@@ -117,8 +117,8 @@ struct StateLayout {
 };
 
 // Computes the layout. `operands` is the number of operands in the table of jumps, or 0 without
-// jumps. `words` and `state_words` are the 32-bit pieces of a Part and a State. Each takes a 64-bit
-// word.
+// jumps. `words` and `state_words` are the numbers of 32-bit pieces of a Part and of a State. Each
+// piece takes a 64-bit word.
 inline StateLayout state_layout(const Plan &plan, int64_t outer, int64_t operands, int64_t words,
                                 int64_t state_words) {
   StateLayout layout{};

@@ -24,11 +24,11 @@ struct RowTile {
   Outer first_row;
   int64_t number, first_step;  // index of the tile in its rows, and its first step
   int rows;
-  int steps;  // steps from first_step to the end of the rows, at most one more than a tile has
+  int steps;  // number of steps up to the rows' end, or p.plan.steps + 1 if less
 
-  // CTAs are numbered so that the first tiles of all rows come before the second tiles. Most tiles
-  // that a tile waits for are then done. There are at most 2^31 - 1 CTAs, so 32-bit divisions
-  // suffice.
+  // CTAs are numbered so that the first tiles of all rows come before the second tiles. When a tile
+  // begins, most tiles that it waits for are then already done. There are at most 2^31 - 1 CTAs, so
+  // 32-bit divisions suffice.
   __device__ explicit RowTile(const Params<Op> &p) : p(p) {
     const auto per_group = static_cast<unsigned>(p.plan.per_group);
     const unsigned group = blockIdx.x / per_group, in_group = blockIdx.x % per_group;
@@ -44,9 +44,9 @@ struct RowTile {
 
   // A position in the tile: row number `row` of the CTA, and step `step` of the tile.
   struct Place {
-    int row, step, count;  // count is the number of steps from there on, 0 if there are none
+    int row, step, count;  // count is the number of steps of the row from `step` on, or 0
   };
-  // Returns the place of vector w of the warp.
+  // Returns the position in the tile of vector w of the warp.
   __device__ Place place(int w) const {
     const int vector = threadIdx.x / 32 * (32 * K) + w;  // index in the CTA
     const int row = vector >> p.plan.row_shift, step = (vector & (p.plan.row_vectors - 1)) * N;
@@ -55,7 +55,7 @@ struct RowTile {
 
   __device__ Outer row(int number) const { return {first_row.index + number, first_row.group}; }
 
-  // Returns the offset of a place in an operand, relative to the CTA's first step.
+  // Returns the offset in an operand of a position in the tile, relative to the CTA's first step.
   template <typename At>
   static __device__ int64_t offset(const At &at, const Place &place) {
     return strides(place.row, at.outer) + strides(place.step, at.step);
@@ -82,7 +82,8 @@ struct RowTile {
     }
   }
 
-  // Gathers the elements of vectors that copy() cannot copy, in the order of the steps.
+  // Fills in the vectors that copy() has left at 0, one element at a time, in the order of the
+  // steps.
   __device__ void gather_rest() const {
 #pragma unroll 1
     for (int k = 0; k < K; ++k) {
@@ -138,7 +139,7 @@ struct Run {
   const Params<Op> &p;
   const RowTile<Op> &tile;
   const int first, vectors;        // the run's first vector in the warp; the run's vectors per row
-  typename RowTile<Op>::Place at;  // place of the run's first vector in the row
+  typename RowTile<Op>::Place at;  // position of the run's first vector in the row
   A edges[Op::INPUTS];  // for inputs with a shift: the value before or after the run in its row
 
   __device__ explicit Run(const RowTile<Op> &tile)
@@ -163,14 +164,15 @@ struct Run {
     }
   }
 
-  // Loads vector k of the run for input i, in the order of the steps. It is vector `in_row` of the
-  // run's part of the row.
+  // Loads vector k of the run for input i, in the order of the steps. It is number `in_row` among
+  // those vectors of the run that belong to the row.
   __device__ void get(A (&v)[N], int i, int k, int in_row) const {
     p.unpack(v, row_vector<Op>(i, first + k));
     if (p.in[i].is_vector && p.in[i].at.step < 0 && at.count >= (in_row + 1) * N) reverse(v);
   }
 
-  // Does the same at step + Op::shift(i). `before` is the value before the vector, and is updated.
+  // Does the same as get() at step + Op::shift(i). `before`, the value before the vector, is
+  // updated.
   __device__ void get_shifted(A (&v)[N], int i, int k, int in_row, A &before) const {
     get(v, i, k, in_row);
     if (Op::shift(i) < 0) {

@@ -66,8 +66,8 @@ scan_shape ScanView::divide() {
       runs.push_back({sizes_[d], d});
     }
   }
-  // The longest run becomes the innermost, so that jumps are rare. A CTA scans rows between two
-  // jumps.
+  // The longest run becomes the innermost, so that jumps are rare: all rows of a CTA lie between
+  // two jumps.
   auto longest = runs.begin();
   for (auto run = longest; run != runs.end(); ++run) {
     if (run->size >= longest->size) longest = run;

@@ -28,7 +28,7 @@ class ScanView {
   }
 
   // Sets the strides `outer` and `inner` of all operands, and returns the shape. Call it after all
-  // operands were added. The view owns the jumps of the shape.
+  // operands have been added. The view owns the jumps of the shape.
   scan_shape divide();
 
  private:

@@ -147,7 +147,7 @@ struct LookBack {
     blocks = {words(layout.blocks, layout.block_count * blocks.PIECES), COLUMNS};
   }
 
-  // The values that one warp joins, among `count` published values from number `first` on. The
+  // The values that one warp joins, of the `count` published values from number `first` on. The
   // constructor reads each value once without waiting, so that all loads are in flight.
   struct Share {
     const Published<Part> &from;
@@ -215,8 +215,8 @@ struct Table {
     return value;
   }
 
-  // Joins the segments of all columns. All threads call it, after they have put their Parts. The
-  // entry of the first segment then holds the Part of the whole tile.
+  // Joins the segments of all columns. All threads must call it, after they have put their Parts.
+  // The entry of the first segment then holds the Part of the whole tile.
   __device__ void join_segments(const Plan &plan) {
     __syncthreads();
     const int lanes = min(32, plan.segments), share = plan.segments / lanes;
@@ -255,8 +255,9 @@ struct Table {
   }
 
   // Does put_states() for a line that has several tiles. Each warp joins its share of the tiles
-  // before this one, and the first warp joins the shares. The same is then done for groups. A group
-  // is published before the wait for other groups, so that it waits only for its own tiles.
+  // before this one, and the first warp joins the shares. The groups before this one are then
+  // joined in the same way. The last tile of a group publishes the group's Part before it waits for
+  // other groups, so that this Part depends only on tiles of the group.
   template <typename F>
   __device__ void look_back(const Look &at, F &&start) {
     const int warp = threadIdx.x / 32, c = threadIdx.x % 32;

@@ -20,8 +20,8 @@ static Shape shape_of(const Tensor &x, int64_t dim) {
   return {x.numel() / (cols * inner), cols, inner};
 }
 
-// Returns the smallest number of work items per CPU thread. It amounts to only 16 KiB of memory
-// traffic, because exp takes most of the time.
+// Returns the smallest number of work items per CPU thread. These items have only about 16 KiB of
+// memory traffic, because exp takes most of the time.
 static int64_t grain(const Shape &shape, int64_t element_size) {
   const int64_t width = std::min<int64_t>(shape.inner, SOFTMAX_TILE);
   return ceil_div(16 << 10, 2 * shape.cols * width * element_size);

@@ -1,11 +1,10 @@
-/* softmax and log_softmax on the CPU.
- * If inner = 1, a work item is a row, and the lanes of a block are columns. Forward reads the row
- * from memory once for the maximum, and then from the caches for the sum
- * (rows/cpu_sum_exp_kernel.h). In softmax of up to SUM_EXP_COLS columns, the exponentials of the
- * sum are kept for the result; other rows compute them again. Backward first sums over grad_out and
- * y, and then reads both again for the result. In the last pass, the next row is prefetched.
- * If inner > 1, a work item is a tile of SOFTMAX_TILE inner elements, which are the lanes. Each
- * lane has its own maximum and sum over the columns. */
+/* softmax and log_softmax on the CPU. If inner = 1, a work item is a row, and the lanes of a block
+ * are columns. Forward reads the row from memory once for the maximum, and then from the caches for
+ * the sum (rows/cpu_sum_exp_kernel.h). In softmax of up to SUM_EXP_COLS columns, the exponentials
+ * that are computed for the sum are kept for the result. All other rows compute their exponentials
+ * again. Backward first sums over grad_out and y, and then reads both again for the result. In the
+ * last pass, the next row is prefetched. If inner > 1, a work item is a tile of SOFTMAX_TILE inner
+ * elements, which are the lanes. Each lane has its own maximum and sum over the columns. */
 #include "softmax/softmax.h"
 
 #include "common/cpu/level.h"
@@ -13,8 +12,8 @@
 
 _Static_assert(SOFTMAX_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
 
-/* Returns whether results should bypass the caches. In place they should not, because their cache
- * lines have just been read. */
+/* Returns whether results should bypass the caches. Results that overwrite an input should not,
+ * because their cache lines have just been read. */
 ALWAYS_INLINE int streams(int64_t bytes, const void *out, const void *in, const void *other) {
   return out != in && out != other && cpu_should_stream(bytes);
 }

@@ -1,6 +1,6 @@
 /* Backward of softmax and log_softmax. softmax_cpu_kernel.h includes this file at its end. */
 
-/* Adds grad_out * y to `sum`. For log_softmax it adds grad_out. */
+/* Adds grad_out * y to `sum`. For log_softmax it adds grad_out alone. */
 ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, const T *y, int n,
                                        int is_log) {
   ACC g[BLOCK], v[BLOCK];
@@ -13,8 +13,8 @@ ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, con
   }
 }
 
-/* Does the same for the last n elements of a row. `whole` says that the row has at least BLOCK
- * elements up to its end, so that one full load suffices. */
+/* Does the same as product_block() for the last n elements of a row. `whole` says that the row has
+ * at least BLOCK elements up to its end, so that one full load suffices. */
 ALWAYS_INLINE void NAME(product_last)(ACC *restrict sum, const T *grad_out, const T *y, int n,
                                       int whole, int is_log) {
   ACC product[BLOCK] = {0};

@@ -52,8 +52,8 @@ ALWAYS_INLINE void NAME(softmax_row)(const T *x, T *y, int64_t cols, ahead_t ahe
 }
 
 /* Returns the index at which saved_exp() keeps the last block of a row of at least BLOCK columns.
- * This block overlaps the one before it. In memory order it is kept at its own columns, and in
- * block order behind the other blocks. */
+ * This block overlaps the one before it. If blocks of the type are in memory order, it is kept at
+ * its own columns. For bfloat16, it is kept after the other blocks. */
 ALWAYS_INLINE int64_t NAME(saved_last)(int64_t cols) {
   return NAME(column)(1) == 1 ? cols - BLOCK : cols / BLOCK * BLOCK;
 }
@@ -96,7 +96,7 @@ NOINLINE void NAME(store_saved)(T *y, const ACC *saved, ACC factor, int n) {
 ALWAYS_INLINE void NAME(saved_row)(const T *x, T *y, int64_t cols, ahead_t ahead, int stream) {
   ACC saved[SUM_EXP_COLS + BLOCK], v[BLOCK];
   const ACC factor = NAME(saved_exp)(saved, x, cols, ahead);
-  /* In block order, the blocks of y must begin at the same columns as the saved ones. */
+  /* For bfloat16, the blocks of y must begin at the same columns as the saved blocks. */
   const int fixed = NAME(column)(1) != 1 && (uintptr_t)y % 64 != 0;
   const row_span_t span = row_span(y, cols, sizeof(T), stream && !fixed, 0);
   int64_t c = span.begin;
@@ -162,8 +162,8 @@ ALWAYS_INLINE void NAME(softmax_tile)(const T *x, T *y, int64_t cols, int64_t in
   }
 }
 
-/* Returns the index of a work item's first element, and sets *width to the inner elements of its
- * tile. */
+/* Returns the index of a work item's first element, and sets *width to the number of inner elements
+ * in its tile. */
 ALWAYS_INLINE int64_t NAME(tile_begin)(int64_t item, int64_t cols, int64_t inner, int *width) {
   const int64_t tiles = ceil_div(inner, SOFTMAX_TILE), i = item % tiles * SOFTMAX_TILE;
   *width = inner - i < SOFTMAX_TILE ? (int)(inner - i) : SOFTMAX_TILE;

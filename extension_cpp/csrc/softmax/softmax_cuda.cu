@@ -1,8 +1,8 @@
 // softmax and log_softmax on the GPU.
 //
-// If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers. This is as in
-// the norms' forward, and with the same plan (rows/plan.h). Such a row is read once and written
-// once. All other cases are processed in strips, which are read twice.
+// If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers. The forward
+// kernel of the norms does the same, with the same plan (rows/plan.h). Such a row is read once and
+// written once. All other cases are processed in strips (rows/strips.cuh), which are read twice.
 #include "rows/exp_sum.cuh"
 #include "rows/strips.cuh"
 #include "softmax/softmax.h"
@@ -54,8 +54,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     for (const float value : values) own = max(own, value);
   });
   own = at.sum.max_cta(own, 0);
-  // Exponentials (in log_softmax, distances) are kept in registers if there is room, or computed
-  // again.
+  // The exponentials (in log_softmax, the differences x - from) are kept in registers if there is
+  // room. Otherwise they are computed again.
   constexpr bool KEEPS = K <= 4;
   float kept[KEEPS ? K : 1][N], kept_edge = 0;
   const float from = finite_maximum(own);

@@ -7,7 +7,7 @@
 
 namespace extension_cpp::kernel_template {
 
-// Returns the smallest number of rows per CPU thread. It amounts to 128 KiB of memory traffic.
+// Returns the smallest number of rows per CPU thread, for about 128 KiB of memory traffic.
 static int64_t row_grain(const Tensor &rows) {
   const int64_t cols = rows.numel() / rows.size(0);
   return ceil_div(128 << 10, std::max<int64_t>(2 * cols * rows.element_size(), 1));

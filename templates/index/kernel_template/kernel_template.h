@@ -4,11 +4,11 @@
  *   out, grad_out  (count, cols)  the same dtype
  *   index          (count)        int64, contiguous
  *   ends, order    (rows), (count)  scratch of backward on the CPU; NULL on the GPU
- * An index that is negative, or rows or more, reads no memory. Its row of out is NaN, and its row
- * of grad_out is left out. (On the CPU the shim refuses such an index.) rows = 0 is allowed if
- * count = 0, and on the GPU. The shim returns early if a result is empty. NaN propagates. Each row
- * of grad_x adds its terms in the order of the index, in double, without atomics, and is rounded
- * once. Results are run-to-run deterministic, for any number of threads. */
+ * An index that is negative, or rows or more, reads no memory. For such an index, the row of out is
+ * NaN, and the row of grad_out is left out. (On the CPU the shim rejects such an index.) rows = 0
+ * is allowed if count = 0, and on the GPU. The shim returns early if a result is empty. NaN
+ * propagates. Each row of grad_x adds its terms in the order of the index, in double, without
+ * atomics, and is rounded once. Results are run-to-run deterministic, for any number of threads. */
 #pragma once
 
 #include "common/dtype.h"
@@ -40,13 +40,14 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU kernels. args points to the struct. Forward processes rows [begin, end) of out. sort_cpu has
- * a single work item, which computes ends and order. Backward then processes rows of grad_x. */
+/* CPU kernels. `args` points to the argument struct. Forward processes rows [begin, end) of out.
+ * sort_cpu has a single work item, which computes ends and order. Backward then processes rows of
+ * grad_x. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_sort_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */
+/* CUDA launchers for the current device. They take a cudaStream_t and return a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

@@ -1,6 +1,6 @@
 /* kernel_template on the CPU. Forward copies one row at a time. Backward first sorts the positions
- * in the index by counting, so that each row of grad_x finds its terms. Then it sums one row of
- * grad_x at a time. The arithmetic is in kernel_template_cpu_kernel.h. */
+ * in the index by the index values (a counting sort), so that each row of grad_x finds its terms.
+ * Then it sums one row of grad_x at a time. The arithmetic is in kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include "common/cpu/block.h"
@@ -28,7 +28,7 @@ static void kernel_template_sort_cpu_range(int64_t begin, int64_t end, const bac
   int64_t *ends = args->ends, first = 0;
   for (int64_t r = 0; r < args->rows; ++r) ends[r] = 0;
   for (int64_t i = 0; i < args->count; ++i) ++ends[args->index[i]];
-  for (int64_t r = 0; r < args->rows; ++r) { /* replaces the counts by positions of first terms */
+  for (int64_t r = 0; r < args->rows; ++r) { /* count -> position of the first term */
     const int64_t count = ends[r];
     ends[r] = first;
     first += count;

@@ -1,8 +1,8 @@
 // kernel_template on the GPU. Forward: `lanes` threads copy a row, in vectors of 16 bytes if every
 // row begins at a multiple of 16 bytes. A CTA copies several rows if they are short. Backward: one
 // CTA per row of grad_x searches the whole index for its row, 1024 values at a time, and adds the
-// rows of grad_out that it finds, in their order. It thus reads the index, which stays in the L2,
-// once for each row and 256 vectors of columns. (For a table of millions of rows, sort the index.)
+// rows of grad_out that it finds, in their order. The CTA therefore reads the index, which stays in
+// the L2, once for every 256 vectors of columns. (For a table of millions of rows, sort the index.)
 #include "kernel_template/kernel_template.h"
 
 #include <cmath>

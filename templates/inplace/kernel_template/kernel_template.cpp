@@ -17,9 +17,9 @@ static void check_inputs(Match &match, const Tensor &param, const Tensor &grad,
 static void run(const Match &match, const Tensor &param, const Tensor &grad, const Tensor &momentum,
                 double lr, double beta, const Tensor &param_out, const Tensor &momentum_out) {
   if (param.numel() == 0) return;
-  // Locals: copies must live until the launch. The kernel writes a dense param_out itself, and
-  // momentum_out if it has the same strides. Of others it writes a copy, which copy_into brings
-  // back.
+  // Locals hold the tensors, because copies must live until the launch. The kernel writes directly
+  // to param_out if it is dense, and to momentum_out if it has the strides of p_out. Otherwise the
+  // kernel writes to a copy, and copy_into copies the result back.
   const Tensor p_out = is_dense(param_out) ? param_out : as_contiguous(param_out);
   const Tensor m_out = with_strides_of(momentum_out, p_out);
   const Tensor p = with_strides_of(param, p_out), g = with_strides_of(grad, p_out),
@@ -70,8 +70,8 @@ static void step_out(const Tensor &param, const Tensor &grad, const Tensor &mome
   run(match, param, grad, momentum, lr, beta, param_out, momentum_out);
 }
 
-// An operator that writes has no derivative, and so no overload for calls without gradients. The
-// overload `out` is for the public function's out=; torch.compile needs none.
+// An operator that writes to its arguments has no derivative, and therefore no no-grad overload.
+// The overload `out` is for the public function's argument out=; torch.compile does not need it.
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   DEF(m,
       "kernel_template(Tensor(a!) param, Tensor grad, Tensor(b!) momentum, float lr, float "

@@ -1,11 +1,12 @@
 /* kernel_template: momentum_out[i] = beta * momentum[i] + grad[i]
- *                  param_out[i] = param[i] - lr * momentum_out[i], before that is rounded
+ *                  param_out[i] = param[i] - lr * momentum_out[i] (not yet rounded)
  *   param, grad, momentum    (numel)  one type
  *   param_out, momentum_out  (numel)  the same type; no overlap with each other
- * Each that is written may be one that is read, and in place it is: a thread reads element i of all
- * three before it writes one. It shares no part of its memory with another.
- * All have the same order of elements in memory, without gaps. numel = 0 is not allowed. NaN
- * propagates. Computes in float (float64: double); both results are rounded once. */
+ * An output may be the same tensor as an input, and in the in-place operator it is: a thread reads
+ * element i of all three inputs before it writes element i of an output. Otherwise an output
+ * overlaps no other tensor. All tensors have the same order of elements in memory, without gaps.
+ * numel = 0 is not allowed. NaN propagates. Results are computed in float (double for float64) and
+ * rounded once. */
 #pragma once
 
 #include "common/dtype.h"
@@ -27,10 +28,10 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernel for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void kernel_template_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */
+/* CUDA launcher for the current device. It takes a cudaStream_t and returns a cudaError_t. */
 int kernel_template_cuda(const kernel_template_args *args, void *stream);
 
 #ifdef __cplusplus

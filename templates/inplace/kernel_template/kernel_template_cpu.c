@@ -1,4 +1,4 @@
-/* kernel_template on the CPU: flat over the elements, one block at a time. The arithmetic is in
+/* kernel_template on the CPU, element by element in blocks. The arithmetic is in
  * kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 

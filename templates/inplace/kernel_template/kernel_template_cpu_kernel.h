@@ -1,6 +1,6 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). Each block is read before it is written. Stores are not streamed: the
- * lines were read, and are in the cache. */
+/* CPU kernel of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). Each block is read before it is written.
+ * Stores do not bypass the caches, because the cache lines of the results have just been read. */
 
 ALWAYS_INLINE void NAME(step_block)(const kernel_template_args *args, int64_t i, int n,
                                     int stream) {

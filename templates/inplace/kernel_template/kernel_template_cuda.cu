@@ -1,13 +1,13 @@
-// kernel_template on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda/pointwise.cuh). A thread reads its elements of all operands before it writes, so
-// that results may be operands.
+// kernel_template on the GPU, element by element. A thread processes two 16-byte vectors of each
+// operand (common/cuda/pointwise.cuh). It reads its elements of all operands before it writes, so
+// that results may overwrite operands.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/pointwise.cuh"
 
 namespace kernel_template_kernels {
 
-// A is the accumulation type: float, for float64 double. in[j] is operand j of the launch below.
+// A is the accumulation type (double for float64, else float). in[j] is operand j of the launch.
 struct Step {
   double lr, beta;
   template <typename A>

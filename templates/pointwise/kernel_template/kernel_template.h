@@ -27,11 +27,11 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU kernels. They process chunks [begin, end) of CHUNK elements. args points to the struct. */
+/* CPU kernels for chunks [begin, end) of CHUNK elements. `args` points to the argument struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */
+/* CUDA launchers for the current device. They take a cudaStream_t and return a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

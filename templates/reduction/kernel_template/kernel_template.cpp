@@ -10,13 +10,13 @@
 
 namespace extension_cpp::kernel_template {
 
-// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
+// Returns the smallest number of rows per CPU thread, for about 128 KiB of memory traffic.
 static int64_t row_grain(const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
 }
 
-// How many rows are summed as one part of grad_weight: at least 16, and so many that there are at
-// most 256 parts.
+// Returns the number of rows in a part. The rows of each part are summed separately for
+// grad_weight. A part has at least 16 rows, and there are at most 256 parts.
 static int64_t rows_of_a_part(int64_t rows) { return std::max<int64_t>(16, ceil_div(rows, 256)); }
 
 static dtype_t statistics_dtype(dtype_t dtype) {
@@ -94,7 +94,7 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   args.rows = rows;
   args.cols = cols;
   args.dtype = dtype;
-  // Without rows grad_weight is 0: on the GPU this kernel writes it, on the CPU the sums below do.
+  // Without rows grad_weight is 0. On a GPU this launch writes it, on the CPU the call below.
   if (rows > 0 || x.is_cuda()) launch(op, KERNEL(kernel_template_backward), args, x, args.parts, 1);
   if (needs_grad_weight && !x.is_cuda()) {
     parallel_for(ceil_div(cols, 32), flat_grain(8), kernel_template_grad_weight_cpu, &args);

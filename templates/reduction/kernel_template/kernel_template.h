@@ -8,10 +8,10 @@
  *   rstd                    (rows)        float, for float64 double; a result, which backward reads
  *   grad_x, grad_weight     either may be NULL: it is not computed
  *   partial                 (parts, wide_cols)  scratch; NULL if grad_weight is NULL
- * rows = 0 gives grad_weight = 0 and writes nothing else; cols = 0 gives rstd = NaN. NaN
- * propagates. Computes in float (float64: double). grad_weight: each part of part_rows rows is
- * summed in double, and then the parts are added in order. The shape alone fixes the parts:
- * run-to-run deterministic, at any number of threads. */
+ * With rows = 0, grad_weight is 0 and nothing else is written. With cols = 0, rstd is NaN. NaN
+ * propagates. Results are computed in float (double for float64). For grad_weight, the rows of each
+ * part (part_rows rows) are summed in double, and these sums are added in order. Only the shape
+ * determines the parts. Results are run-to-run deterministic, for any number of threads. */
 #pragma once
 
 #include "common/dtype.h"
@@ -48,13 +48,14 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU: rows [begin, end); parts [begin, end); then, for grad_weight, blocks [begin, end) of 32
- * columns. args points to the struct. */
+/* CPU kernels. Forward processes rows [begin, end), and backward parts [begin, end) of the rows.
+ * After backward, grad_weight_cpu processes blocks [begin, end) of 32 columns. `args` points to the
+ * argument struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */
+/* CUDA launchers for the current device. They take a cudaStream_t and return a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

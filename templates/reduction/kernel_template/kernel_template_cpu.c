@@ -1,6 +1,7 @@
-/* kernel_template on the CPU. Forward takes one row at a time and reads it twice while it is in the
- * cache. Backward takes one part of the rows at a time; it reads each row twice and adds the row's
- * share of grad_weight to the part's sums. The arithmetic is in kernel_template_cpu_kernel.h. */
+/* kernel_template on the CPU. Forward processes one row at a time, and reads it a second time from
+ * the cache. Backward processes one part (a range of rows) at a time. It reads each row twice, and
+ * adds the row's terms of grad_weight to the sums of the part. The arithmetic is in
+ * kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include <math.h>
@@ -11,7 +12,7 @@
 typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;
 
-/* The number of elements in the block that begins at column c. */
+/* Returns the number of elements in the block that begins at column c. */
 ALWAYS_INLINE int block_size(int64_t c, int64_t cols) {
   return cols - c < BLOCK ? (int)(cols - c) : BLOCK;
 }

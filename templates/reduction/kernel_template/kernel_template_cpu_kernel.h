@@ -1,15 +1,16 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). Blocks begin at multiples of BLOCK columns in every tensor. A block that
- * extends past the row's end is filled with zeros, which add nothing to a sum. */
+/* CPU kernels of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). Blocks begin at multiples of BLOCK
+ * columns in every tensor. A block that extends past the row's end is filled with zeros, which add
+ * nothing to a sum. */
 
-/* The sum of a row's lanes, in a fixed order. */
+/* Returns the sum of the lanes, added in a fixed order. */
 ALWAYS_INLINE double NAME(fold)(const ACC *lanes) {
   double sum = 0;
   for (int k = 0; k < BLOCK; ++k) sum += (double)lanes[k];
   return sum;
 }
 
-/* The block of weight at column c; ones if there is no weight. */
+/* Loads the block of weight that begins at column c, or ones if there is no weight. */
 ALWAYS_INLINE void NAME(load_weight)(ACC *v, const void *weight, int64_t c, int n) {
   if (weight) {
     LOAD(v, (const T *)weight + c, n);
@@ -37,8 +38,8 @@ static void NAME(forward_row)(const forward_args *args, int64_t row) {
   }
 }
 
-/* grad_x of one row, and the row's share of grad_weight, added to sums; each only if it is
- * needed. */
+/* Computes grad_x of one row, and adds the row's terms of grad_weight to `sums`. Each is computed
+ * only if it is needed. */
 static void NAME(backward_row)(const backward_args *args, int64_t row, double *restrict sums) {
   const T *x = (const T *)args->x + row * args->cols,
           *grad_out = (const T *)args->grad_out + row * args->cols;

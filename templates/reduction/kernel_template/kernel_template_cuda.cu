@@ -1,7 +1,8 @@
-// kernel_template on the GPU. Forward: one CTA per row, its threads strided over the columns.
-// Backward: one CTA per part of the rows. Each thread keeps to its own columns, so that it alone
-// adds to their sums; a second kernel adds the parts in order. There are no atomics. Written
-// element by element, for reading: csrc/norm is the same computation at the speed of memory.
+// kernel_template on the GPU. Forward uses one CTA per row, whose threads stride over the columns.
+// Backward uses one CTA per part (a range of rows). Each column belongs to one thread, which alone
+// adds to the column's sum. A second kernel adds the sums of the parts in order, without atomics.
+// The code loads single elements, because it is written for reading. csrc/norm has kernels for the
+// same op at the speed of memory.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/reduce.cuh"

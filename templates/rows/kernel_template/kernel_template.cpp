@@ -12,7 +12,7 @@ static Sizes row_sizes(const Tensor &x) {
   return {x.sizes().data(), static_cast<size_t>(x.dim() - 1)};
 }
 
-// Returns the smallest number of rows per CPU thread. It amounts to 128 KiB of memory traffic.
+// Returns the smallest number of rows per CPU thread, for about 128 KiB of memory traffic.
 static int64_t row_grain(const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
 }

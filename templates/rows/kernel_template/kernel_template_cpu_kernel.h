@@ -1,7 +1,7 @@
 /* CPU kernels of kernel_template. kernel_template_cpu.c compiles this file once per element type
  * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). The end of a row's last block is filled
- * with zeros, which add nothing to the sum. If a reduction has another neutral element, replace
- * them. */
+ * with zeros, which add nothing to the sum. If your reduction has a neutral element other than 0,
+ * replace these zeros. */
 
 /* The term that an element adds to its row's sum, and the term's derivative. */
 ALWAYS_INLINE ACC NAME(term)(ACC x) { return x * x; }

@@ -1,5 +1,5 @@
-// kernel_template on the GPU: one CTA per row, whose threads stride over the columns. It loads
-// single elements, because it is written for reading. csrc/norm has kernels at the speed of memory.
+// kernel_template on the GPU: one CTA per row, whose threads stride over the columns. The code,
+// written for reading, loads single elements. csrc/norm has kernels at the speed of memory.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/reduce.cuh"

@@ -21,7 +21,7 @@ static dtype_t check_rows(const char *op, const char *name, const Tensor &x, dou
   return dtype;
 }
 
-// Returns the smallest number of rows per CPU thread. It amounts to 128 KiB of memory traffic.
+// Returns the smallest number of rows per CPU thread, for about 128 KiB of memory traffic.
 static int64_t row_grain(const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
 }

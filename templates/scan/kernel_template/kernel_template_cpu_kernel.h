@@ -1,6 +1,6 @@
 /* CPU kernel of kernel_template. kernel_template_cpu.c compiles this file once per element type
- * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). NAME(column)(k) is the element of a
- * block that lane k holds. */
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). NAME(column)(k) is the position in
+ * memory, within its block, of the element that lane k holds. */
 
 /* Returns the next state of the scan. */
 ALWAYS_INLINE double NAME(next)(double decay, double state, ACC x) { return decay * state + x; }

@@ -1,7 +1,7 @@
 // kernel_template on the GPU: one CTA per row. Its threads scan THREADS steps at a time. Each warp
-// scans its steps by shuffles, then the warps are joined in order, and a carry goes on along the
-// row. The code loads single elements, because it is written for reading. csrc/scan has scans at
-// the speed of memory, and docs/scan.md explains them.
+// scans its steps by shuffles, then the warps are joined in order, and a carry goes from one
+// iteration to the next. The code loads single elements, because it is written for reading.
+// csrc/scan has scans at the speed of memory, and docs/scan.md explains them.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/vector.cuh"

@@ -7,8 +7,9 @@
 
 namespace extension_cpp::kernel_template {
 
-// Returns offsets, contiguous. Fails if there are none. On the CPU it also fails unless they are
-// from 0 to rows and never decrease. On a GPU, a check of the values would have to wait for them.
+// Returns offsets as a contiguous tensor. Fails if it has no elements. On the CPU, also fails
+// unless the offsets are from 0 to rows and never decrease. On a GPU, a check of the values would
+// have to wait for the device.
 static Tensor checked(const char *op, const Tensor &offsets, int64_t rows) {
   if (offsets.numel() == 0) {
     fail(op, "expected offsets to have at least one number, but got shape [0]");

@@ -1,5 +1,6 @@
 /* kernel_template on the CPU. Forward sums one segment at a time. Backward processes one row at a
- * time, and finds its segment by bisection. The arithmetic is in kernel_template_cpu_kernel.h. */
+ * time, and finds the row's segment by bisection. The arithmetic is in
+ * kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include "common/cpu/block.h"

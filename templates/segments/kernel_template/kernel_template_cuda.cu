@@ -1,5 +1,5 @@
 // kernel_template on the GPU. `lanes` threads process a segment, or in backward a row, in vectors
-// of 16 bytes if every row begins at a multiple of 16 bytes. A CTA processes several if rows are
+// of 16 bytes if every row begins at a multiple of 16 bytes. A CTA processes several if they are
 // short. Forward: each thread owns columns and adds the rows of the segment in their order, with
 // four rows in flight and without atomics. Segments of very different length leave threads idle.
 // Backward: a thread finds its row's segment by bisection of offsets, which the caches hold.
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
 }
 
 // Calls f with a zero of the type, the number of elements in a vector, the grid and the CTA, for
-// `items` items of `cols` elements. A vector has 16 bytes if all rows of both tensors begin at a
-// multiple of 16 bytes, and one element otherwise.
+// `items` segments or rows of `cols` elements. A vector has 16 bytes if all rows of both tensors
+// begin at a multiple of 16 bytes, and one element otherwise.
 template <typename F>
 static cudaError_t with_grid(dtype_t dtype, int64_t items, int64_t cols, const void *a,
                              const void *b, F f) {

@@ -46,11 +46,12 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_sums_args;
 
-/* CPU kernels. They process rows [begin, end), and the sums channels. args points to the struct. */
+/* CPU kernels. The filter processes rows [begin, end), and the sums process channels [begin, end).
+ * `args` points to the argument struct. */
 void kernel_template_filter_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_sums_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA launchers for the current device. `stream` is a cudaStream_t, the result a cudaError_t. */
+/* CUDA launchers for the current device. They take a cudaStream_t and return a cudaError_t. */
 int kernel_template_filter_cuda(const kernel_template_filter_args *args, void *stream);
 int kernel_template_sums_cuda(const kernel_template_sums_args *args, void *stream);
 

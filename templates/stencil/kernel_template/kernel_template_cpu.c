@@ -13,7 +13,7 @@ typedef kernel_template_sums_args sums_args;
 
 enum { GROUP = 8 }; /* number of taps that are summed together */
 
-/* Returns the number of elements in the block from step t on, which ends at `end` at the latest. */
+/* Returns the number of elements in the block at step t, which ends at `end` at the latest. */
 ALWAYS_INLINE int block_size(int64_t t, int64_t end) {
   return end - t < BLOCK ? (int)(end - t) : BLOCK;
 }

@@ -1,8 +1,9 @@
-// kernel_template on the GPU. Filter: `lanes` threads process a tile of a row, each EACH steps that
-// are `lanes` apart. Neighbouring threads read neighbouring elements, and all taps but the first
-// find theirs in the L1. A CTA processes several tiles if rows are short. Sums: one CTA per
-// channel. Its threads stride over the rows and their steps, and keep the sums of GROUP taps in
-// registers, without atomics. With few channels, split the rows as the template reduction does.
+// kernel_template on the GPU. Filter: `lanes` threads process a tile of a row, and each thread
+// computes EACH steps that are `lanes` apart. Neighbouring threads read neighbouring elements, and
+// all taps but the first find their elements in the L1 cache. A CTA processes several tiles if rows
+// are short. Sums: one CTA per channel. Its threads stride over the rows and their steps, and keep
+// the sums of GROUP taps in registers, without atomics. If your op has few channels, split the rows
+// as the template `reduction` does.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/reduce.cuh"

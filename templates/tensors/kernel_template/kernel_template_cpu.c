@@ -8,7 +8,7 @@
 #define KERNEL_BODY "kernel_template/kernel_template_cpu_kernel.h"
 #include "common/cpu/for_each_dtype.h"
 
-/* The tensor to which a chunk belongs: the last that begins at it or before, by bisection. */
+/* Returns the tensor of a chunk, by bisection: the last with a first chunk not after this chunk. */
 static const kernel_template_tensor *tensor_of(const kernel_template_args *args, int64_t chunk) {
   int64_t low = 0, high = args->count;
   while (high - low > 1) {

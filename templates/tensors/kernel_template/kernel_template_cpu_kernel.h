@@ -1,5 +1,5 @@
-/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
- * NAME, LOAD and STORE). */
+/* CPU kernel of kernel_template. kernel_template_cpu.c compiles this file once per element type
+ * (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
 ALWAYS_INLINE void NAME(multiply_block)(const kernel_template_tensor *tensor, int64_t i, int n,
                                         int stream) {

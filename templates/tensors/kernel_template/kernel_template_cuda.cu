@@ -1,7 +1,8 @@
-// kernel_template on the GPU: a CTA for each chunk, of up to 100 tensors in one launch. Their rows
-// of the table are an argument of the kernel, by value: nothing is copied to the GPU, and nothing
-// of it need live on. (PyTorch's multi_tensor_apply also lists each chunk, and so has room for 320
-// of them. Here a CTA finds its tensor by bisection, in memory that is cached as constants.)
+// kernel_template on the GPU. Each CTA processes one chunk, and a launch up to 100 tensors. Their
+// rows of the table are passed to the kernel by value, so nothing has to be copied to the GPU or
+// kept alive after the launch. (PyTorch's multi_tensor_apply also passes a list of the chunks, and
+// therefore has room for only 320 chunks. Here a CTA finds its tensor by bisection in the kernel's
+// arguments, which the constant cache holds.)
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/vector.cuh"
@@ -19,7 +20,7 @@ struct Table {
 };
 static_assert(sizeof(Table) <= 4096);
 
-// The tensor to which a chunk belongs: the last that begins at it or before.
+// Returns the index of a chunk's tensor: the last with a first chunk not after this chunk.
 static __device__ int tensor_of(const Table &table, int64_t chunk) {
   int low = 0, high = table.count;
   while (high - low > 1) {
@@ -32,7 +33,7 @@ static __device__ int tensor_of(const Table &table, int64_t chunk) {
   return low;
 }
 
-// Elements i to i + N of three tensors.
+// Multiplies N elements of x and y, and writes the products to out.
 template <typename T, int N>
 static __device__ void multiply(const T *x, const T *y, T *out) {
   acc_t<T> a[N], b[N];
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Table 
   T *out = static_cast<T *>(tensor.out) + begin;
   const auto ends = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y) |
                     reinterpret_cast<uintptr_t>(out);
-  // Vectors where all three tensors are aligned, and element by element what is left.
+  // Vectors are used if all three tensors are aligned. The other elements are processed one by one.
   const int vectors = ends % 16 == 0 ? n / N : 0;
 #pragma unroll 2
   for (int i = threadIdx.x; i < vectors; i += THREADS)

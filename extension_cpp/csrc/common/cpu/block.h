@@ -8,9 +8,9 @@
  * sums over blocks need not know it. Code that needs the column of v[k] calls column_<type>(k).
  *
  * A load of n < BLOCK elements fills the rest of the block with zeros. A store of n < BLOCK
- * elements writes only n. Both copy through a whole block in memory, so that a kernel compiles its
- * arithmetic once for all n. The branch for a partial block costs less than a second copy of the
- * kernel. Pass n as a constant wherever it is one. */
+ * elements writes only n. Partial loads and stores copy through a whole block in memory, so that
+ * the arithmetic of a kernel is compiled once for all n. The branch for a partial block costs less
+ * than a second copy of the kernel's code. Pass n as a constant wherever it is one. */
 #ifndef EXTENSION_CPP_CPU_BLOCK_H
 #define EXTENSION_CPP_CPU_BLOCK_H
 
@@ -39,7 +39,7 @@ enum { BLOCK = 32 };
 typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t;
 typedef uint16_t __attribute__((may_alias)) half_t;
 
-/* column_<type>(k) returns which element of a block lane k holds. */
+/* column_<type>(k) returns the position in memory, within its block, of lane k's element. */
 ALWAYS_INLINE int column_float64(int k) { return k; }
 ALWAYS_INLINE int column_float32(int k) { return k; }
 ALWAYS_INLINE int column_float16(int k) { return k; }
@@ -65,13 +65,13 @@ ALWAYS_INLINE uint32_t bfloat16_bits(float x) {
   return x != x ? 0x7fc00000u : rounded;
 }
 
-/* Does the same as bfloat16_bits, but if x is NaN, its lower 16 bits must be 0. */
+/* Does the same as bfloat16_bits without a NaN test. The lower 16 bits of a NaN x must be 0. */
 ALWAYS_INLINE uint32_t clean_bfloat16_bits(float x) {
   const uint32_t bits = float_bits(x);
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 
-/* Conversions for processors without F16C. They equal the F16C instructions for every input. */
+/* Conversions for processors without F16C. Results equal those of F16C for every input. */
 ALWAYS_INLINE float float16_to_float(uint16_t half) {
   const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
   const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
@@ -214,8 +214,8 @@ ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v,
 
 /* Does the same as store_bfloat16 without a test for NaN. Use it only if a NaN can come from
  * nothing but a bfloat16 input or an invalid operation (inf - inf, 0 * inf). The lower 16 bits of
- * such a NaN are 0, so rounding does not change it. This excludes values computed from float32
- * inputs. */
+ * such a NaN are 0, so rounding does not change it. Do not use it for values computed from float32
+ * inputs, whose NaN may have other lower bits. */
 #define store_clean_float64 store_float64
 #define store_clean_float32 store_float32
 #define store_clean_float16 store_float16
@@ -277,14 +277,14 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
     __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
 }
 
-/* Loads a block as LOAD does, and prefetches the data 2 KiB ahead. Use it in loops over all
- * elements. The hardware prefetcher does not look far enough ahead if a block takes much
- * arithmetic. */
+/* Loads a block as LOAD does, and prefetches the data 2 KiB ahead. Use READ in loops over whole
+ * tensors: if a block takes much arithmetic, the hardware prefetcher does not look far enough
+ * ahead. */
 #define READ(v, p, n) (prefetch(p, 2048, BLOCK * (int64_t)sizeof *(p)), LOAD(v, p, n))
 
 /* Calls block(args, i, n, stream) for the elements [begin, end), with n = BLOCK, and then once with
  * n < BLOCK for the tail. `out` is the address to which the block at `begin` is written. If
- * `stream` is set and `out` is aligned to 64 bytes, whole blocks are stored past the caches. */
+ * `stream` is set and `out` is aligned to 64 bytes, whole blocks get non-temporal stores. */
 #define FOR_BLOCKS(block, args, begin, end, out, stream)                   \
   do {                                                                     \
     const int aligned = (stream) && (uintptr_t)(out) % 64 == 0;            \
@@ -294,9 +294,9 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
     if (aligned) stream_fence();                                           \
   } while (0)
 
-/* Does the same as FOR_BLOCKS with a single inlined copy of the block function, whose n is a
- * variable. If a block takes much arithmetic, the extra branches cost nothing, and a second copy
- * would double the compile time. */
+/* Does the same as FOR_BLOCKS with one inlined copy of the block function instead of two. n is a
+ * variable there. If a block takes much arithmetic, the branches on n cost nothing, and a second
+ * copy would double the compile time. */
 #define FOR_LONG_BLOCKS(block, args, begin, end, out, stream)            \
   do {                                                                   \
     const int aligned = (stream) && (uintptr_t)(out) % 64 == 0;          \

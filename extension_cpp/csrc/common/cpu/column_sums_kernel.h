@@ -4,18 +4,18 @@
  * defines COLUMN_SUMS_ARGS, the struct of arguments, and two functions:
  *   ACC NAME(column_term)(args, kind, x, grad_out, bias)   the term that is summed
  *   ACC NAME(column_value)(args, kind, term)               the element of grad_x
- * `kind` is passed through to both. It is a constant if the op has several variants.
+ * `kind` is passed through to both functions. It is a constant if the op has several variants.
  *
- * A work item is a part of the rows by a tile of columns (common/column_sums.h). The bias and the
- * running sums of a tile fit into the L1 cache. Each lane sums at most COLUMN_FLUSH_ROWS rows
- * before its sum is added to a double. The sums of the parts are added in order. */
-/* The data of a work item for its tile of columns, in block order (common/cpu/block.h). */
+ * A work item is a range of rows within one tile of columns (common/column_sums.h). The bias and
+ * the running sums of a tile fit into the L1 cache. Each lane sums at most COLUMN_FLUSH_ROWS rows
+ * before its sum is added to a double. The doubles of the row ranges are added in order. */
+/* The bias and the running sums of a tile of columns, in block order (common/cpu/block.h). */
 typedef struct {
   ACC bias[COLUMN_TILE];
   ACC sums[COLUMN_TILE];
 } NAME(column_tile_t);
 
-/* Processes n elements of one row, from flat index i and from column t of the tile on. */
+/* Processes n elements of one row. The first has flat index i and column t within the tile. */
 ALWAYS_INLINE void NAME(column_block)(const COLUMN_SUMS_ARGS *args, int kind,
                                       NAME(column_tile_t) *restrict tile, int64_t i, int64_t t,
                                       int n, int want_x, int want_bias, int stream) {

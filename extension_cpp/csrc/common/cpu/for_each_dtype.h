@@ -4,9 +4,9 @@
  *  NAME(f)              f with the type's name appended, such as f_float32
  *  LOAD, STORE          the block functions of the type (common/cpu/block.h)
  *  WIDEN, NARROW        convert one element to the accumulation type, and back
- * KERNEL_BODY is a header and not a macro, so a debugger can step through its lines. DISPATCH_DTYPE
- * calls the function of a given dtype. At the instruction set v4 (common/cpu/level.h) there are no
- * functions for float64. */
+ * The kernels are in a header and not in a macro, so a debugger can step through their lines.
+ * DISPATCH_DTYPE calls the kernel of a given dtype. At the instruction set v4 (common/cpu/level.h)
+ * there are no functions for float64. */
 #define NAME_(f, type) f##_##type
 #define NAME_EXPANDED(f, type) NAME_(f, type)
 

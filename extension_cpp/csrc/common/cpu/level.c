@@ -52,7 +52,8 @@ static int64_t shared_cache(void) {
   return kib << 10;
 }
 
-/* Prints a warning instead of failing, because other programs than Python load the library, too. */
+/* Warns of a bad value and does not fail, because programs other than Python load the library,
+ * too. */
 static void ignore(const char *variable, const char *expected, const char *got) {
   fprintf(stderr, "extension_cpp: expected %s to be %s, but got '%s', which is ignored\n", variable,
           expected, got);

@@ -1,16 +1,17 @@
 /* Instruction sets for the CPU kernels. Each <op>_cpu.c is compiled once per level, with
  * CPU_LEVEL_<NAME> defined. CPU_ENTRY, at the end of that file, defines a function whose name ends
- * in the level's name. In the baseline object it also defines the public function, which picks a
- * level at run time.
+ * in the level's name. In the baseline object, CPU_ENTRY also defines the public function, which
+ * picks a level at run time.
  *
  *  baseline  SSE2, which every x86-64 processor has. It is the only level on other architectures,
  *            with the compiler's default instructions, and in a debug build (CPU_BASELINE_ONLY),
- *            which so compiles in a third of the time.
+ *            which therefore compiles in a third of the time.
  *  v3        AVX2, FMA, F16C
  *  v4        AVX-512 F, BW, VL, DQ; for float64 it calls v3, which gives the same bits
  *
- * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 selects a lower level than the processor has. It is read
- * when the library is loaded. (PyTorch's own variable of this kind is ATEN_CPU_CAPABILITY.) */
+ * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 selects a lower level than the processor has. The variable
+ * is read when the library is loaded. (PyTorch's own variable of this kind is
+ * ATEN_CPU_CAPABILITY.) */
 #ifndef EXTENSION_CPP_CPU_LEVEL_H
 #define EXTENSION_CPP_CPU_LEVEL_H
 
@@ -26,8 +27,8 @@ cpu_level_t cpu_level(void);
 const char *cpu_level_name(cpu_level_t level);
 
 /* Returns whether a kernel that reads and writes this many bytes should bypass the caches with its
- * stores. It should if the bytes exceed the last-level cache. Smaller results stay in the cache for
- * the op that reads them next. */
+ * stores. It should if it touches more bytes than fit into the last-level cache. Smaller results
+ * stay in the cache for the op that reads them next. */
 int cpu_should_stream(int64_t bytes);
 
 #ifdef __cplusplus

@@ -27,8 +27,8 @@ ALWAYS_INLINE double fma_double(double a, double b, double c) { return a * b + c
 
 /* Returns exp(x) * 2^64. Because of this factor, results far below float's smallest normal number
  * keep all their digits until the caller multiplies by EXP_UNSCALE. Valid for -131 <= x <= 44, the
- * range that callers need. For any other x, NaN included, the result is unspecified, and the caller
- * must replace it by a selection or multiply it by x. */
+ * range that callers need. For any other x, NaN included, the result is unspecified. The caller
+ * must select another value in its place, or for NaN multiply it by x. */
 #define EXP_UNSCALE_FLOAT 0x1p-64f
 ALWAYS_INLINE float exp_scaled_float(float x) {
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* its low bits are n + 64 */
@@ -42,8 +42,9 @@ ALWAYS_INLINE float exp_scaled_float(float x) {
   return bits_float(float_bits(p) + (float_bits(shifted) << 23));
 }
 
-/* Does the same for 16-bit results. It computes 2^(x / ln 2), which takes a third fewer operations.
- * The relative error is 2^-18.4 + 2^-24 |x| (scripts/exp2_polynomial.sollya). */
+/* Does the same as exp_scaled_float, with the accuracy that 16-bit results need. As 2^(x / ln 2),
+ * it takes a third fewer operations. The relative error is 2^-18.4 + 1.25 |x| 2^-24, and less with
+ * FMA (scripts/exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp_scaled_short_float(float x) {
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* its low bits are n + 64 */
   const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 64) - shifted);
@@ -61,14 +62,14 @@ ALWAYS_INLINE double exp_scaled_double(double x) { return exp(x); }
 #define EXP_SCALED(x) _Generic((x), float : exp_scaled_float, double : exp_scaled_double)(x)
 #define EXP_UNSCALE(x) _Generic((x), float : EXP_UNSCALE_FLOAT, double : EXP_UNSCALE_DOUBLE)
 
-/* The values are -88, -126, -110 and 44, and -15 for gelu_zero_float. common/cpu/math.c defines
- * them and says why they are variables. */
+/* The values are, in this order, -88, -126, -110, 44 and -15. common/cpu/math.c defines them and
+ * says why they are variables. */
 extern const float exp_zero_float, exp2_zero_float, logistic_zero_float, logistic_one_float;
 extern const float gelu_zero_float;
 /* Returns exp(x) for x <= 88, as softmax needs it. The result is 0 for x below about -87.7, where
- * it would be subnormal, and for -infinity. NaN stays NaN. One multiplication by 2^n is enough for
- * this range. The low bits of `shifted` hold the exponent field n + 127, which is 0 for the least
- * x. */
+ * it would be subnormal, and for -infinity. NaN stays NaN. In this range, one multiplication by 2^n
+ * is enough. The low bits of `shifted` hold n + 127, the exponent field of 2^n. For the least x,
+ * -88, the field is 0, so the result is 0. */
 ALWAYS_INLINE float exp_softmax_float(float x) {
   x = x < exp_zero_float ? exp_zero_float : x;
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
@@ -109,9 +110,9 @@ ALWAYS_INLINE float round_float(float x) {
 }
 
 /* Computes exp(x) as exp_softmax_float does, but by 2^(x / ln 2), which takes a quarter fewer
- * operations. This adds a relative error of up to 2^-24 |x| to that of the polynomial, which is
- * negligible in a sum whose largest term is 1. The function returns 2^r and stores 2^n in *power,
- * because a caller that sums can multiply and add them in one FMA. */
+ * operations. Beside the error of the polynomial, the result has a relative error of up to 1.25 |x|
+ * 2^-24, which is negligible in a sum whose largest term is 1. The function returns 2^r and stores
+ * 2^n in *power, so that a caller can multiply the two and add the product to a sum in one FMA. */
 ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
   x = x < exp_zero_float ? exp_zero_float : x;
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
@@ -120,8 +121,8 @@ ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
   return exp2_polynomial(r, degree);
 }
 
-/* Computes 2^x / 2 for x <= 127, in the same two factors as exp_parts_float. The result is 0 for x
- * <= -126. The constant 126 is even, so that ties round as in round_float. */
+/* Computes 2^x / 2 for x <= 127 as two factors, of which it returns one and stores the other in
+ * *power. The result is 0 for x <= -126. 126 is even, so that ties round as in round_float. */
 ALWAYS_INLINE float exp2_parts_float(float x, int degree, float *power) {
   x = x < exp2_zero_float ? exp2_zero_float : x;
   *power = bits_float(float_bits(x + (0x1.8p23f + 126)) << 23);
@@ -136,7 +137,7 @@ ALWAYS_INLINE double exp_parts_double(double x, int degree, double *power) {
   return exp(x);
 }
 
-/* Computes exp(x) / 2, because LOG2E is 1 for double. */
+/* Computes exp(x) / 2, not 2^x / 2, because LOG2E, by which callers multiply, is 1 for double. */
 ALWAYS_INLINE double exp2_parts_double(double x, int degree, double *power) {
   const double p = exp_parts_double(x, degree, power);
   *power = 0.5;
@@ -182,7 +183,7 @@ ALWAYS_INLINE float log1p_float(float x) {
 ALWAYS_INLINE double log1p_double(double x) { return log1p(x); }
 #define LOG1P(x) _Generic((x), float : log1p_float, double : log1p_double)(x)
 
-/* Returns tanh(x), for |x| < 0.65 by an odd polynomial (Sollya's fpminimax), else by exp. */
+/* Returns tanh(x): by an odd polynomial for |x| < 0.65 (Sollya's fpminimax), otherwise by exp. */
 ALWAYS_INLINE float tanh_float(float x) {
   const float square = x * x, size = x < 0 ? -x : x;
   float p = fma_float(square, -0x1.696b9cp-8f, 0x1.4f5dap-6f);

@@ -1,6 +1,7 @@
-/* Dropout for loops over lanes. A separate loop turns the random bits of common/philox.h into masks
- * of one bit per element, ahead of their use. A block takes 32 mask bits, starting at any element.
- * A kernel that reads a row twice computes the row's mask only once. */
+/* Dropout for kernels that loop over lanes. A separate loop turns the random bits of
+ * common/philox.h into masks of one bit per element, ahead of their use. A block takes 32 mask
+ * bits, starting at any element. A kernel that reads a row twice computes the row's mask only
+ * once. */
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
 #define EXTENSION_CPP_CPU_PHILOX_H
 
@@ -19,7 +20,7 @@ enum { COUNTERS = 2 };
 typedef uint64_t __attribute__((vector_size(8 * COUNTERS))) lanes_t;
 typedef uint32_t __attribute__((vector_size(8 * COUNTERS))) half_lanes_t;
 
-/* Returns the 64-bit products of the lower halves. */
+/* Returns the 64-bit products of `multiplier` and the lower half of each element of c. */
 ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 #if defined(__AVX512F__)
   return (lanes_t)_mm512_mul_epu32((__m512i)c, _mm512_set1_epi64(multiplier));
@@ -34,15 +35,15 @@ ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 
 ALWAYS_INLINE lanes_t upper_halves(lanes_t product) {
 #if defined(__AVX512F__)
-  /* A shift would run on a single execution port, which the products need. */
+  /* A shift would compete with the products for the only execution port that runs either. */
   return (lanes_t)_mm512_shuffle_epi32((__m512i)product, 0xf5);
 #else
   return product >> 32;
 #endif
 }
 
-/* Stores one byte per counter. Bit k is set if element k of the counter's eight is kept: if its
- * random bits, taken from the four words, exceed last_dropped. */
+/* Stores one byte per counter: a mask of the counter's eight elements, computed from its four
+ * words. Bit k is set if element k is kept: if its random bits exceed last_dropped. */
 ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_dropped) {
 #if defined(__AVX512F__)
   uint64_t bytes = 0;
@@ -69,8 +70,8 @@ ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_
 }
 
 /* Numbers of elements, both multiples of 64. The buffer holds the masks of HELD elements.
- * MADE_AT_ONCE masks are computed together. This number is small, so that the processor computes
- * them while it waits for memory. */
+ * MADE_AT_ONCE masks are computed together. MADE_AT_ONCE is small, so that the processor computes
+ * the masks while it waits for memory. */
 enum { HELD = 16384, MADE_AT_ONCE = 512 };
 
 /* The parameters of a dropout, and the masks of elements [begin, end), a range that grows. */
@@ -98,8 +99,8 @@ static inline void cpu_dropout_init(cpu_dropout_t *state, const dropout_t *dropo
   state->until = until;
 }
 
-/* Computes masks from element i on. They are appended to the existing masks if they continue them
- * and there is room. Otherwise they replace them. */
+/* Computes masks from element i on. The new masks are appended if they follow the existing masks
+ * directly and the buffer has room. Otherwise they replace the existing masks. */
 static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int64_t i) {
   if (i < state->begin || i > state->end || state->end - state->begin > HELD - MADE_AT_ONCE) {
     state->begin = state->end = i - i % 64;
@@ -111,7 +112,7 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
   for (; state->end < stop || state->end % 64 != 0; state->end += 8 * COUNTERS) {
     const uint64_t counter = (uint64_t)state->end / 8;
     lanes_t word[4] = {counter + steps};
-    /* all lanes have the same high word, because they do not cross a multiple of 2^32 */
+    /* all lanes have the same high word, because their counters do not cross a multiple of 2^32 */
     word[1] += counter >> 32;
 #pragma GCC unroll 7
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {
@@ -127,20 +128,20 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
 }
 
 /* Makes sure that the masks of elements [i, i + n) exist, for n <= MADE_AT_ONCE - 63. The last
- * block may extend past `until`, so masks are computed for one more block. */
+ * block may extend past `until`, so masks are computed for one block beyond it. */
 ALWAYS_INLINE void cpu_dropout_hold(cpu_dropout_t *state, int64_t i, int64_t n) {
   if (__builtin_expect(i < state->begin || i + n > state->end, 0)) cpu_dropout_make(state, i);
 }
 
-/* Call this before a row of n elements, from element i on, is processed in two passes. It drops the
- * existing masks if the buffer has no room for the row's masks behind them. */
+/* Call this before a row of n elements, from element i on, is processed in two passes. The function
+ * discards the existing masks if the buffer has no room for the row's masks after them. */
 ALWAYS_INLINE void cpu_dropout_begin_row(cpu_dropout_t *state, int64_t i, int64_t n) {
   const int64_t room = state->begin + HELD - MADE_AT_ONCE;
   if (i + n + BLOCK > room) state->begin = state->end = i - i % 64;
 }
 
-/* Returns 32 bits, of which bit k says whether element i + k is kept. Blocks need this past the end
- * of a row, too: the elements there are 0, but 0 * scale may be NaN. */
+/* Returns 32 bits, of which bit k says whether element i + k is kept. The mask also matters for the
+ * zeros that fill a block past the end of a row: 0 * scale is NaN if the scale is infinite. */
 ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
   cpu_dropout_hold(state, i, BLOCK);
   const uint64_t at = (uint64_t)(i - state->begin);
@@ -149,8 +150,8 @@ ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
   return (uint32_t)(bits >> at % 8);
 }
 
-/* Returns x if `kept` is 1, and 0 if it is 0. It uses a bit mask, because in a large loop gcc
- * compiles a selection to a branch. */
+/* Returns x if `kept` is 1, and 0 otherwise. The float version uses a bit mask, because in a large
+ * loop gcc compiles a selection to a branch. */
 ALWAYS_INLINE float float_if(int kept, float x) {
   return bits_float(float_bits(x) & -(uint32_t)kept);
 }

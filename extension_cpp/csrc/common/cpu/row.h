@@ -6,8 +6,8 @@
 #include "common/cpu/block.h"
 #include "common/range.h"
 
-/* Sums 32 lanes in a fixed tree. The pragmas keep gcc from unrolling the loops completely, because
- * it compiles unrolled loops to scalar code. */
+/* Sums 32 lanes in a fixed order, as a binary tree. The pragmas keep gcc from unrolling the loops
+ * completely, because it would compile unrolled loops to scalar code. */
 #define DEFINE_FOLD(type)                                                     \
   ALWAYS_INLINE double fold_##type(const type *lane) {                        \
     double sum[16];                                                           \
@@ -45,16 +45,17 @@ ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
     __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
 }
 
-/* Returns the number of elements of `size` bytes between p and the next multiple of 64 bytes. p
- * must be a multiple of `size`. */
+/* Returns the number of elements of `size` bytes from p to the next address that is a multiple of
+ * 64. p must be aligned to `size` bytes. */
 ALWAYS_INLINE int64_t elements_to_line(const void *p, int64_t size) {
   return (64 - (int64_t)((uintptr_t)p % 64)) % 64 / size;
 }
 
 /* Calls block(args, i, c, n, stream) for the elements [begin, end) of a matrix with rows of `cols`
- * elements. Each call covers n elements of one row, from flat index i and column c on. `out` points
- * to element 0 of the output. If `stream` is set, the elements before the next multiple of 64 bytes
- * of `out` get a call of their own, so that the rest of the row can use non-temporal stores. */
+ * elements. Each call covers n elements of one row. The first has flat index i and column c. `out`
+ * points to element 0 of the output. If `stream` is set, the elements before the next multiple of
+ * 64 bytes of `out` get a separate call, so that the rest of the row can use non-temporal
+ * stores. */
 #define FOR_ROW_BLOCKS(block, args, begin, end, cols, out, stream)                               \
   do {                                                                                           \
     for (int64_t i = (begin), c = (begin) % (cols); i < (end); c = 0) {                          \

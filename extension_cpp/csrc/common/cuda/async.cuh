@@ -56,8 +56,8 @@ __device__ inline int cluster_rank() {
 }
 
 // arrive_at_cluster() and wait_for_cluster() are the two halves of a barrier of all threads of all
-// CTAs of the cluster. The arrival is relaxed: it makes no writes visible but initialisations of
-// mbarriers before fence_mbarrier_init().
+// CTAs of the cluster. The arrival is relaxed. It makes no earlier writes visible to other CTAs,
+// except initialisations of mbarriers that are followed by fence_mbarrier_init().
 __device__ inline void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -66,7 +66,7 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A whole barrier of the cluster. It makes all earlier writes visible.
+// Waits for all threads of the cluster, and makes their earlier writes visible to each other.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -134,8 +134,8 @@ __device__ inline void copy_bulk(uint32_t shared, const void *global, uint32_t b
       : "memory");
 }
 
-// Writes 8 bytes to the variable `slot` of CTA `rank` in the cluster, and counts them at its
-// `barrier`.
+// Writes 8 bytes to the variable `slot` of CTA `rank` in the cluster, and counts the bytes at that
+// CTA's `barrier`.
 __device__ inline void send(float2 *slot, uint64_t *barrier, int rank, float2 value) {
   uint32_t to, at;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"

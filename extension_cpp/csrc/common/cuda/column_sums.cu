@@ -1,7 +1,7 @@
 #include "common/cuda/column_sums.cuh"
 
-// Returns the largest number of partial sums that any vector width and phase needs. The pointers,
-// which determine width and phase, are not known when the memory is allocated.
+// Returns the largest number of partial sums that any vector width and phase (column_sums.cuh)
+// needs. The pointers, which determine both, are not known when the memory is allocated.
 extern "C" int64_t column_sums_partial_cuda(int64_t rows, int64_t cols) {
   int64_t most = 0;
   for (const int vector : {1, 2, 4, 8}) {

@@ -7,10 +7,10 @@
 // writes one row of partial sums. A second kernel adds these partial rows in order. No atomics are
 // used.
 //
-// Unaligned rows. Row r begins (phase + r * cols) % N elements after an aligned address. The rows
-// of a thread are a multiple of N apart and so have the same offset. A thread's columns are
-// therefore fixed and all its accesses are aligned, for any number of columns. A vector that
-// straddles the end of a row is loaded whole and stored element by element.
+// Unaligned rows. With vectors of N elements, row r begins (phase + r * cols) % N elements after an
+// aligned address. The rows of a thread are a multiple of N apart, so their offset is the same. A
+// thread's columns are therefore fixed and its accesses are aligned, for any number of columns. A
+// vector that straddles the end of a row is loaded whole and stored element by element.
 #ifndef EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 #define EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 
@@ -32,19 +32,19 @@ struct Problem {
   int64_t tiles;  // CTAs per row
   int64_t share;  // rows per CTA (one row block)
   int phase;      // elements from an aligned address to x[0]; the same for grad_out and grad_x
-  // how many columns a row's tile can begin early: N - 1 if rows are unaligned, else 0
+  // columns by which a row's vectors may begin before its tile: N - 1 if rows are unaligned, else 0
   int halo;
 };
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 2;
 constexpr int BLOCKS_PER_SM = 4;
-// The number of CTAs that run at once on the 132 SMs of an H100. It is a constant, so that the sums
-// do not depend on the GPU.
+// The number of CTAs that run at once on the 132 SMs of an H100. WAVE is a constant, so that the
+// sums do not depend on the GPU.
 constexpr int WAVE = 132 * BLOCKS_PER_SM;
 
-// Returns the number of row blocks, each of at least 64 rows, for at most eight waves of CTAs. It
-// is the smallest number that leaves the fewest idle CTAs in the last wave; a difference of less
+// Returns the number of row blocks, each of at least 64 rows, for at most eight waves of CTAs. The
+// number is the smallest that leaves the fewest idle CTAs in the last wave; a difference of less
 // than 2 % does not count.
 inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   const int64_t most = ceil_div(rows, 64);
@@ -69,8 +69,8 @@ struct Geometry {
 
 constexpr int MAX_THREADS_X = 32;
 constexpr int MAX_THREADS_Y = 64;
-// threads_y is a multiple of this number, and so of every vector width n. All rows of a thread
-// therefore have the same phase.
+// threads_y is a multiple of this number, and therefore of every vector width n. All rows of a
+// thread therefore have the same phase.
 constexpr int MIN_THREADS_Y = 8;
 
 inline Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
@@ -85,9 +85,9 @@ inline Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
   return g;
 }
 
-// Processes one vector of a row, from column c and flat index i on. If the vector straddles the end
-// of the row, only elements in the row are written. (Sums for columns outside the row are never
-// read.)
+// Processes one vector of a row. Its first element has column c and flat index i. If the vector
+// straddles the end of the row, only elements in the row are written. (Sums for columns outside the
+// row are never read.)
 template <typename T, int N, typename F>
 __device__ inline void one_vector(const Problem<T, F> &p, int64_t i, int64_t c,
                                   const Vector<T, N> &x_raw, const Vector<T, N> &g_raw,
@@ -108,8 +108,8 @@ __device__ inline void one_vector(const Problem<T, F> &p, int64_t i, int64_t c,
   }
 }
 
-// Does the same as one_vector element by element. It is for vectors that extend past the tensor,
-// before its first row or after its last, and so must not be loaded whole.
+// Does the same as one_vector element by element. Vectors that extend past the tensor, before its
+// first row or after its last, need it, because they must not be loaded whole.
 template <typename T, int N, typename F>
 __device__ inline void one_edge(const Problem<T, F> &p, int64_t i, int64_t c,
                                 const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
@@ -192,9 +192,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Proble
   if (p.partial != nullptr) write_partial<T, N>(p, shift, sum);
 }
 
-// Computes grad_bias[c], the sum of column c's partial sums. There is one per row block, or two if
-// the halo of the next tile also contains the column. Eight threads each sum every eighth row
-// block, and their sums are added in order.
+// Computes grad_bias[c], the sum of column c's partial sums. There is one partial sum per row
+// block, or two if the halo of the next tile also contains the column. Eight threads each sum every
+// eighth row block, and their sums are added in order.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     grad_bias_kernel(const acc_t<T> *partial, T *grad_bias, int64_t row_blocks, int64_t cols,
@@ -225,8 +225,8 @@ inline int phase_of(const void *p, int size, int width) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) / size % width);
 }
 
-// Returns the number of elements in a vector. It is `widest` if that fits into a row and all
-// tensors have the same phase, and 1 otherwise.
+// Returns the number of elements in a vector. The number is `widest` if a row has at least so many
+// elements and all tensors have the same phase, and 1 otherwise.
 inline int width_of(const void *x, const void *grad_out, const void *grad_x, int size, int widest,
                     int64_t cols) {
   const auto has_phase_of_x = [&](const void *p) {

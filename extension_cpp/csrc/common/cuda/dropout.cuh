@@ -16,7 +16,7 @@ __device__ inline double rounded_product(double a, double b) { return __dmul_rn(
 
 // Computes which elements of COUNT vectors of N elements are kept. Bit k of masks[v] is set if
 // element first[v] + k is kept. N is 1, 2, 4 or 8, and first[v] is a multiple of N. The outer loop
-// is over rounds, so that the vectors share the keys of a round and their latencies overlap.
+// is over rounds, so that the vectors share a round's keys and their multiplications overlap.
 template <int N, int COUNT>
 __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, int64_t seed,
                             const int64_t (&first)[COUNT]) {
@@ -35,7 +35,7 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
 #pragma unroll
   for (int v = 0; v < COUNT; ++v) {
     uint32_t *const word = words[v].word;
-    // Words are selected by condition, because an index would move `word` to local memory.
+    // Conditions select the words, because a variable index would move `word` to local memory.
     if (N <= 4 && first[v] & 4) word[0] = word[2], word[1] = word[3];
     if (N <= 2 && first[v] & 2) word[0] = word[1];
     masks[v] = 0;
@@ -47,7 +47,7 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
   }
 }
 
-// Does the same for the single element i. Returns 1 if it is kept.
+// Does the same as keep() for the single element i. Returns 1 if it is kept, and 0 if not.
 __device__ inline uint32_t keep_one(const dropout_t &dropout, int64_t seed, int64_t i) {
   uint32_t masks[1];
   keep<1>(masks, dropout, seed, {i});
@@ -60,7 +60,7 @@ __device__ inline void drop(A (&x)[N], const dropout_t &dropout, uint32_t mask) 
   const A scale = sizeof(A) == 4 ? dropout.scale_float : dropout.scale;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    // The product is outside the selection, because nvcc would otherwise compile it to a branch.
+    // With the product inside the selection, nvcc would compile the selection to a branch.
     const A product = rounded_product(x[k], scale);
     x[k] = mask >> k & 1 ? product : A(0);
   }

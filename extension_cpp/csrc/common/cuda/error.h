@@ -1,5 +1,5 @@
 /* The library contains its own copy of the CUDA runtime, whose symbols are hidden. The C++ shims
- * call cudaGetErrorString through this function. */
+ * therefore call cudaGetErrorString through this function. */
 #ifndef EXTENSION_CPP_CUDA_ERROR_H
 #define EXTENSION_CPP_CUDA_ERROR_H
 

@@ -1,5 +1,5 @@
-// exp and division by the hardware's approximate instructions, accurate to 2 ulp. For float64 they
-// are the exact exp and /.
+// exp and division by the hardware's approximate instructions. For float32 they are accurate to
+// about 2 ulp. For float64 they are exp() and the operator /.
 #ifndef EXTENSION_CPP_CUDA_EXP_CUH
 #define EXTENSION_CPP_CUDA_EXP_CUH
 
@@ -18,11 +18,11 @@ __device__ inline float reciprocal_fast(float x) {
 }
 
 // Exp<T>::scaled(x) returns exp(x) / UNSCALE for x <= 44. For any other x, NaN included, the result
-// is unspecified, and the caller must replace it by a selection or multiply it by x.
+// is unspecified. The caller must select another value in its place, or for NaN multiply it by x.
 // For float32, scaled(x) is exp(x) * 2^64, so that x exp(x) keeps its digits where exp(x) alone
 // would underflow. x is first reduced to |r| <= ln2/2, because the error of the hardware's exp2
-// grows with its argument. Half-precision results need neither the factor nor the reduction. With
-// eight elements per vector, their kernels are limited by instructions, so both are left out.
+// grows with its argument. Half-precision results need neither the factor nor the reduction.
+// Arithmetic limits the speed of these types, so both are left out.
 template <typename T>
 struct Exp {
   static constexpr float UNSCALE = 1.0f;

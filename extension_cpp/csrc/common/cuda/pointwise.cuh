@@ -28,8 +28,8 @@ struct Tensors {
   int head;  // number of elements before the first aligned one
 };
 
-// The policy if there is no row operand. Output element i lies in row r = row_of(i), and reads
-// in[j][i + gaps(r, j)].
+// The policy class for kernels without a row operand. Output element i lies in row r = row_of(i),
+// and is computed from in[j][i + gaps(r, j)].
 struct NoRow {
   static constexpr int OPERANDS = 0;
   static __device__ uint32_t row_of(int64_t) { return 0; }
@@ -37,8 +37,8 @@ struct NoRow {
   static uint64_t ends() { return 0; }
 };
 
-// The policy for a row operand: the last operand of f is p[i % cols]. `whole` is true if the
-// columns of every vector are one aligned vector of p. `aligned` is true if p itself is aligned.
+// The policy class for a row operand: the last operand of f is p[i % cols]. `whole` is true if
+// every vector of elements needs one aligned vector of p, and `aligned` if p is aligned.
 template <typename T>
 struct Row {
   static constexpr int OPERANDS = 1;
@@ -51,8 +51,8 @@ struct Row {
   static uint64_t ends() { return 0; }
 };
 
-// The policy for inputs with rows of `cols` elements and perhaps gaps between them. It has no row
-// operand. If there are gaps, a launch has fewer than 2^32 elements, and each vector is in one row.
+// The policy class for inputs with rows of `cols` elements, perhaps with gaps, and no row operand.
+// If there are gaps, a launch has fewer than 2^32 elements, and each vector is in one row.
 template <int IN>
 struct RowStrides {
   static constexpr int OPERANDS = 0;
@@ -105,7 +105,7 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
   }
 }
 
-// Processes COUNT vectors of N elements, the first at element i, the others `step` elements apart.
+// Processes COUNT vectors of N elements. The first begins at element i, the next `step` later.
 template <typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
 __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
                                     int64_t i, int step) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
   const int64_t vector = block + threadIdx.x;
   if (vector < vectors) {
     // At the end of the tensor, a thread without a second vector processes its first vector twice.
-    // Code for a single vector would be another copy of f.
+    // A separate path for a single vector would inline f a second time.
     const int step = vector + (VECTORS - 1) * THREADS < vectors ? THREADS * N : 0;
     some_vectors<T, N, VECTORS>(t, row, f, t.head + vector * N, step);
   }
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
 
 // ---- host code; functions that do not depend on types are compiled once, not once per kernel ----
 
-// The division of the elements among `ctas` CTAs: `head` single ones, then vectors of `width`.
+// How elements are divided among CTAs: `head` single elements, then vectors of `width` elements.
 struct Division {
   int width, head;
   unsigned ctas;
@@ -212,7 +212,7 @@ cudaError_t launch_once(const void *const (&in)[IN], void *const (&out)[OUT], in
 
 // Computes out = f(in): launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream). A row operand
 // Row<T>{pointer, cols} may follow as the last argument. The elements are then divided among kernel
-// launches of fewer than 2^32 elements, each of whole rows or a part of one row.
+// launches of fewer than 2^32 elements. Each launch covers whole rows, or a part of one row.
 template <typename T, int IN, int OUT, typename F, typename R = NoRow>
 cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
                    void *stream, R row = {}) {
@@ -236,9 +236,9 @@ cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t
   }
 }
 
-// Does the same for inputs with gaps between their rows. Row r of input j begins at in[j] + r *
-// strides[j]. The outputs have no gaps. If an input has gaps, the rows are divided among kernel
-// launches of fewer than 2^32 elements, because row_of() uses a 32-bit index.
+// Does the same as launch() for inputs with gaps between their rows. Row r of input j begins at
+// in[j] + r * strides[j]. The outputs have no gaps. If an input has gaps, the rows are divided
+// among kernel launches of fewer than 2^32 elements, because row_of() uses a 32-bit index.
 template <typename T, int IN, int OUT, typename F>
 cudaError_t launch_rows(const void *const (&in)[IN], const int64_t (&strides)[IN],
                         void *const (&out)[OUT], int64_t rows, int64_t cols, F f, void *stream) {

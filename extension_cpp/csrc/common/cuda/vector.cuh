@@ -38,8 +38,8 @@ __device__ inline T from_acc(acc_t<T> x) {
     return x;
 }
 
-// Vector<T, N> holds N elements as they are stored in memory. It is a built-in type such as uint4,
-// because nvcc would load and store a struct element by element.
+// Vector<T, N> holds N elements as they are stored in memory. Vector is a built-in type such as
+// uint4, because nvcc would load and store a struct element by element.
 template <int BYTES>
 struct Bits;
 template <>
@@ -61,7 +61,8 @@ struct Bits<2> {
 template <typename T, int N>
 using Vector = typename Bits<sizeof(T) * N>::type;
 
-// Loads a vector into registers. To have several loads in flight, issue all before unpacking one.
+// Loads a vector into registers. To have several in flight, issue all loads before the first
+// unpack().
 template <typename T, int N>
 __device__ inline Vector<T, N> load_vector(const T *p) {
   return *reinterpret_cast<const Vector<T, N> *>(p);
@@ -120,7 +121,7 @@ __device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
   __stwb(reinterpret_cast<Vector<T, N> *>(p), pack<T, N>(x));
 }
 
-// Calls f with a zero of the C++ type that belongs to a dtype. For host code:
+// Host code. Calls f with a zero of the C++ type that belongs to a dtype:
 //   with_dtype(dtype, [&](auto zero) { using T = decltype(zero); ... })
 // with_row_type is for kernels that hold rows in registers, which do not exist for float64.
 template <typename F>

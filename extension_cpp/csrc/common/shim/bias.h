@@ -1,5 +1,6 @@
-// Shims of element-wise ops of x and a bias along its last dimension (bias_gelu, scale_bias_relu):
-// checks, allocation and launches. The caller has set the op's own options in `args`.
+// Functions that the shims of element-wise ops with a bias over the last dimension share
+// (bias_gelu, scale_bias_relu): checks, allocation, launches. Callers set their op's options in
+// `args`.
 #ifndef EXTENSION_CPP_BIAS_H
 #define EXTENSION_CPP_BIAS_H
 
@@ -33,8 +34,8 @@ struct Needs {
 };
 
 // Runs the backward kernel and returns {grad_x, grad_bias}. Gradients that are not needed have no
-// elements. On the CPU the kernel writes grad_bias in parts, which `sum_parts` adds. On a GPU the
-// kernel also adds the parts.
+// elements. On the CPU the kernel writes partial sums of grad_bias, and `sum_parts` adds them up.
+// The CUDA launcher does both.
 template <typename Args>
 std::tuple<Tensor, Tensor> bias_backward(const char *op, const Kernel<Args> &kernel,
                                          void (*sum_parts)(int64_t, int64_t, void *), Args args,
@@ -61,7 +62,7 @@ std::tuple<Tensor, Tensor> bias_backward(const char *op, const Kernel<Args> &ker
   args.rows = rows;
   args.cols = cols;
   const int64_t tiles = column_sums_tiles(cols);
-  // Without rows grad_bias is 0. The zeros are written by this launch, or on the CPU by sum_parts.
+  // Without rows grad_bias is 0. On a GPU this launch writes the zeros, on the CPU sum_parts does.
   if (rows > 0 || x.is_cuda())
     launch(op, kernel, args, x, column_sums_parts(rows, cols) * tiles, 1);
   if (needs.grad_bias && !x.is_cuda()) parallel_for(tiles, 1, sum_parts, &args);

@@ -6,7 +6,7 @@ namespace extension_cpp {
 
 static std::string text_of(std::string_view word) { return std::string(word); }
 
-// Returns the names as text: "float64, float32, bfloat16 or float16".
+// Returns the names of the dtypes as text, such as "float64, float32, bfloat16 or float16".
 static std::string names_of(Dtypes dtypes) {
   std::string text;
   int left = 0;
@@ -187,7 +187,7 @@ void Match::check_pattern(const char *name, const Tensor &x, std::string_view pa
                       : before != nullptr ? same_sizes(here.sizes(), before->sizes())
                                           : true;
     if (!fits) {
-      bound_.resize(known, here);  // so that the message has only sizes of earlier tensors
+      bound_.resize(known, here);  // so that the message names only sizes of earlier tensors
       fail_shape(name, x, words);
     }
     if (before == nullptr && !is_number(word)) bound_.push_back(here);

@@ -19,7 +19,7 @@
 namespace extension_cpp {
 
 // The dtypes that an argument may have: a set of dtypes, or SAME, which is the dtype of the first
-// tensor. The first tensor is then floating point.
+// tensor. With SAME, the first tensor must be floating point.
 struct Dtypes {
   uint64_t any;  // bit i is set if ScalarType i is allowed
   bool same = false, or_float32 = false;
@@ -53,15 +53,16 @@ class Match {
   void operator()(const char *name, const std::vector<Tensor> &list, Dtypes dtypes,
                   // Checks every tensor of the list. In messages, tensor i is named name[i].
                   const char *shape = "");
-  // All tensors of a list have one dtype if the list comes first. "like xs", for another list xs,
-  // means that both lists have the same length and that tensor i has the shape of xs[i].
+  // If a list is the first argument, all its tensors must have the same dtype. "like xs", for
+  // another list xs, means that both lists have one length and that tensor i has the shape of
+  // xs[i].
 
   // Fails if a value of the int64 tensor x is negative, or n or more. The message gives the
   // position of the first such value. Only CPU tensors are read, because on a GPU the call would
   // have to wait for the data. A CUDA kernel must skip such values itself.
   void index(const char *name, const Tensor &x, int64_t n) const;
 
-  // Fails unless x has these sizes, which the message calls the sizes of the result `like`.
+  // Fails unless x has these sizes. The error message calls them the sizes of the result `like`.
   void sizes(const char *name, const Tensor &x, Sizes sizes, const char *like) const;
 
   // Returns the dtype of the first tensor, which must be floating point.
@@ -79,7 +80,8 @@ class Match {
     const char *name;
     size_t length, first;  // place of its first tensor in given_
   };
-  // A name, or *, and the dimensions [begin, end) of the tensor where it first occurred.
+  // A name in a pattern, or *, and the sizes that it stands for: those of dimensions [begin, end)
+  // of the first tensor whose pattern contains it.
   struct Bound {
     std::string_view name;
     Given of;

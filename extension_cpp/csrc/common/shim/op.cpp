@@ -43,7 +43,7 @@ std::string dtype_string(ScalarType dtype) {
     case ScalarType::ComplexHalf: return "complex32";
     case ScalarType::ComplexFloat: return "complex64";
     case ScalarType::ComplexDouble: return "complex128";
-    default: break;  // the names of the others are Python's names in capitals
+    default: break;  // of other dtypes, toString gives Python's name in capitals
   }
   std::string name = torch::headeronly::toString(dtype);
   for (char &c : name) c = static_cast<char>(std::tolower(c));
@@ -185,8 +185,8 @@ static int32_t shim_dtype(ScalarType dtype) {
   }
 }
 
-// PyTorch has already printed the reason. The text begins like that of PyTorch's error, because
-// programs search for these words.
+// PyTorch has already printed why the allocation failed. The text begins like PyTorch's own
+// out-of-memory error, because programs search for these words.
 [[noreturn]] static void fail_to_allocate(Sizes sizes, const Tensor &like) {
   std::string text = like.is_cuda() ? "CUDA out of memory." : "Out of memory.";
   text += " extension_cpp tried to allocate a tensor of shape " + to_string(sizes);
@@ -248,8 +248,8 @@ static int compare_dims(const Tensor &x, size_t a, size_t b) {
 
 // Returns the strides that PyTorch's element-wise operators give a result. These are x's own
 // strides if x is dense, and dense strides in x's order of dimensions otherwise. The insertion sort
-// is copied from PyTorch (infer_dense_strides in ATen/ExpandUtils.cpp), because if several orders
-// are possible another algorithm may choose another one.
+// is copied from PyTorch (infer_dense_strides in ATen/ExpandUtils.cpp), because another algorithm
+// may choose a different order where several are possible.
 static std::vector<int64_t> preserved_strides(const Tensor &x) {
   if (is_dense(x)) return {x.strides().begin(), x.strides().end()};
   const auto dims = static_cast<size_t>(x.dim());
@@ -304,7 +304,7 @@ Tensor as_expanded(const Tensor &x, Sizes sizes) {
   return has_shape ? as_contiguous(x) : copy_into(allocate(sizes, x.scalar_type(), x), x);
 }
 
-// Returns the stride between rows, or -1 if x's strides do not describe rows without overlap.
+// Returns the stride between x's rows, or -1 if the strides do not describe rows without overlap.
 static int64_t row_stride(const Tensor &x, int64_t row_dims) {
   int64_t cols = 1, d = x.dim() - 1;
   for (; d >= x.dim() - row_dims; cols *= x.size(d--)) {

@@ -136,7 +136,8 @@ Rows as_rows(const Tensor &x, int64_t row_dims);
 // Copies `from` into `to`, and returns `to`. Does nothing if they are the same tensor.
 Tensor copy_into(const Tensor &to, const Tensor &from);
 
-// Returns the value of an int64 tensor of one element. If x is on a GPU, the call waits for it.
+// Returns the value of an int64 tensor of one element. For a CUDA tensor, the call waits for the
+// GPU.
 int64_t number_of(const Tensor &x);
 
 // Fails if elements of `x`, which the op writes, share memory, as in an expanded tensor.
@@ -174,8 +175,8 @@ void check_cuda(const char *op, int error);
 
 // Runs the kernel on x's device. On the CPU it runs over `items` work items, with at least `grain`
 // items per thread. An op must return before this call if it has no work, because a CUDA grid of 0
-// CTAs is an error. On the CPU 0 items are refused, too, so that tests without a GPU find a missing
-// return.
+// CTAs is an error. On the CPU, launch() therefore fails for 0 items, so that tests without a GPU
+// find a missing return, too.
 template <typename Args>
 void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items,
             int64_t grain) {
@@ -188,11 +189,11 @@ void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor
   check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));
 }
 
-// The time of an exp relative to the memory traffic of one element.
+// The time of one exp, in units of the time that the memory traffic of one element takes.
 constexpr int64_t EXP_COST = 8;
 
-// Returns the smallest number of chunks per CPU thread. It corresponds to 128 KiB of memory traffic
-// if each element takes `bytes` bytes.
+// Returns the smallest number of chunks per CPU thread. So many chunks have about 128 KiB of memory
+// traffic if each element takes `bytes` bytes.
 inline int64_t flat_grain(int64_t bytes) { return ceil_div(128 << 10, CHUNK * bytes); }
 
 // Calls launch() for an element-wise op over args.numel elements of `bytes` bytes of traffic each.
@@ -275,19 +276,20 @@ struct FunctionOf<function> {
 
 // DEF(m, "relu(Tensor x) -> Tensor", &relu) defines an operator with the schema "name(arguments) ->
 // results". It compares the schema with the C++ function: the type of each argument and result, and
-// their number. PyTorch does not compare them. With a difference it would read the bits of one type
+// their number. PyTorch does not compare them. If they differ, PyTorch reads the bits of one type
 // as those of another at each call. DEF therefore does not define such an operator, and the import
 // of the package raises the reason. (DEF must not throw, because no frame between here and Python
 // would catch the exception, which would end the process.)
 #define DEF(m, schema, ...) \
   ::extension_cpp::def(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
 
-// Does the same for a differentiable operator, and also defines its no-grad overload. That is the
-// operator <name>_no_grad, with the same arguments but without an Autograd kernel, for calls that
-// record no gradient. By default the overload has the same results and kernel. With
+// Does the same as DEF for a differentiable operator, and also defines its no-grad overload. The
+// overload is the operator <name>_no_grad, with the same arguments but without an Autograd kernel,
+// for calls that record no gradient. By default the overload has the same results and kernel. With
 // DEF_WITH_FEWER_RESULTS(m, schema, &function, "Tensor", &no_grad_function) it returns only the
 // leading results, because only backward reads the others. A third operator, <name>_all_results,
-// then returns all results. It has no Autograd kernel either: an autograd.Function calls it.
+// then returns all results. This operator has no Autograd kernel either: an autograd.Function calls
+// it.
 #define DEF_WITH_NO_GRAD(m, schema, ...) \
   ::extension_cpp::def_with_no_grad(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
 #define DEF_WITH_FEWER_RESULTS(m, schema, function, no_grad_results, no_grad_function)             \
@@ -303,14 +305,14 @@ void def_with_fewer_results(StableLibrary &m, const char *schema, const Function
 // the no-grad overload returns all results.
 void def_in_python(StableLibrary &m, const char *schema, const char *no_grad_results = nullptr);
 
-// Register `kernel` for the operator `name`. It must be made from the function given to DEF.
+// Registers `kernel` for the operator `name`. `kernel` must be made from the function given to DEF.
 void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel);
 void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);
 
 // Registers a list of kernels for the dispatch key CPU and, in a build with CUDA, also for CUDA:
 //   REGISTER_KERNELS(m) { impl_with_no_grad(m, "relu", TORCH_BOX(&relu)); }
-// This defines a function with a unique name, because several shims may be compiled as one file.
+// The macro's function has a unique name, because several shims may be compiled as one file.
 #define REGISTER_KERNELS(m) REGISTER_BY(C10_CONCATENATE(register_kernels_, C10_UID), m)
 #define REGISTER_BY(function, m)                                           \
   static void function(::extension_cpp::StableLibrary &);                  \

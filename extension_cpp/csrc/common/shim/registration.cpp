@@ -7,17 +7,17 @@
 
 namespace extension_cpp {
 
-// The suffixes of the overloads' names, as in registration/calls.py.
+// The suffixes of the overloads' names. registration/calls.py has the same suffixes.
 constexpr char NO_GRAD[] = "_no_grad", ALL_RESULTS[] = "_all_results";
 
-// The errors of operators that were not defined because schema and function differ, one per line.
+// The errors of operators that DEF rejected because schema and function differ, one per line.
 static std::string &schema_errors() {
   static std::string errors;
   return errors;
 }
 
-// The boxed functions given to DEF, by operator name, or nullptr if a function does not fit its
-// schema.
+// The boxed functions given to DEF, by operator name, or nullptr for an operator whose function
+// does not fit its schema.
 static std::map<std::string, BoxedKernel> &kernels() {
   static std::map<std::string, BoxedKernel> kernels;
   return kernels;
