@@ -95,7 +95,7 @@ def process(
 
 
 def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
-    """Ends the program if a loss or a gradient is wrong. `beside` are the errors of one process."""
+    """Ends the program if a loss or a gradient is wrong. `beside` has the errors of the run on one process."""
     for ops, figure in figures.items():
         first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
         if not beside:
