@@ -4,8 +4,8 @@ The model is a pre-norm transformer under bfloat16 autocast and torch.compile, w
 with torch.nn (--ops torch). With --ops ours, nn.convert and the linear loss give it this package's norms, rotary
 embedding, gates and loss. Initial weights and data are the same, so that the two loss curves differ only by rounding.
 
-The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. A run may therefore
-be killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
+The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. So a run may be
+killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
 
 Several processes share each batch if torchrun starts them (torchrun --nproc-per-node 2 examples/train_text.py
 --parallel fsdp). The checkpoint holds whole tensors, so that a run may continue with another number of processes, or
@@ -182,7 +182,7 @@ class Training(demo_model.Training):
         return self.model
 
     def reduce_gradients(self, value: bool) -> None:
-        """Sets whether the next backward communicates, which is needed once per step."""
+        """Sets whether the next backward averages the gradients over the processes, which is needed once per step."""
         if self.parallel == "ddp":
             self.loss.require_backward_grad_sync = value
         elif self.parallel == "fsdp":
@@ -337,7 +337,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise CannotRun("--graphs needs a GPU, torch.compile and a single process")
     training = Training(options.ops, text, settings, not options.no_compile, parallel, graphs=options.graphs)
     if options.restart and training.rank == 0:
-        checkpoint.unlink(missing_ok=True)  # else, if this run stops before it saves, the next would resume from it
+        checkpoint.unlink(missing_ok=True)  # else the next run could resume from it, if this one saves nothing
     if parallel:
         distributed.barrier()
     if checkpoint.exists():
