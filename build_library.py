@@ -345,7 +345,7 @@ def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
     if missing := [name for name, file in zip(names, files, strict=True) if file in ("", name)]:
         raise BuildError(f"GLIBC={glibc} links gcc's static libraries, and '{shlex.join(cxx)}' has no {missing[0]}.")
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine()}-linux-gnu.{glibc}"]
-    # Removes unused code, because parts of gcc's library need a newer glibc.
+    # --gc-sections removes unused code, because parts of gcc's library need a newer glibc.
     return [*zig, "-Wl,--gc-sections"], files
 
 
@@ -438,7 +438,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     include = [f"-I{csrc}"]
     # Messages contain __FILE__, which must not depend on the folder of the build, so that two builds give the same
-    # bytes. gcc follows links to headers.
+    # bytes. gcc names a header by the path behind symbolic links, so this path is mapped, too.
     here = [f"-fmacro-prefix-map={path}/=" for path in (csrc, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
@@ -456,7 +456,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
     if nvcc and int(cuda.split(".")[0]) >= 13:  # an older nvcc may not know -frandom-seed
-        # nvcc makes up random names, and its object contains the host code's file name with the process's number.
+        # nvcc makes up random names, and names a file in the object by its process. These options remove both.
         commands["nvcc"] += f" -frandom-seed=$out{tail} && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
     else:
         commands["nvcc"] += tail

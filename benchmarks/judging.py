@@ -209,7 +209,7 @@ class Judge:
         return found
 
     def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
-        """Adds to `before` the sums over the lines of one more chunk, which is this share of all lines."""
+        """Adds to `before` the sums over the lines of one more chunk. `share` is the chunk's share of all lines."""
         exact = [x for _, x in truth.exact.tensors()]
         scaled = [x * share if x.dim() == 0 else x for x in exact]
         sizes = [

@@ -18,7 +18,7 @@ from benchmarks import gradients, peers, results, table
 from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, take_turns
 
-# SHAPES has rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head small enough for few seconds.
+# SHAPES has rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head whose calls take only seconds.
 ROWS = 512  # rows whose float64 logits are in memory at a time
 SHAPES = {"cuda": (8192, 2048, 128256), "cpu": (512, 512, 8192)}
 

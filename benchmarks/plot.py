@@ -20,7 +20,7 @@ from benchmarks import results
 from extension_cpp.__main__ import Parser
 from tests.opspec import timed_specs
 
-# Okabe and Ito's colours, which colour-blind people can tell apart. Markers tell them apart in print.
+# Okabe and Ito's colours, which colour-blind people can tell apart. In print without colours the markers differ.
 LOOKS = {
     "ours": ("#0072B2", "o"),
     "eager": ("#E69F00", "s"),

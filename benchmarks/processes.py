@@ -1,4 +1,4 @@
-"""Times the training step of examples/train_text.py on one process and on several, with the same batch in all.
+"""Times the training step of examples/train_text.py on one process, and on several that share a batch of equal size.
 
 On GPUs each process has one GPU, and the model has 870 million parameters, enough to keep a GPU busy. A step is that of
 the example: compiled, under bfloat16 autocast, some forwards and backwards, one exchange of gradients, AdamW.

@@ -105,7 +105,7 @@ def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
 
 
 def training(model: str) -> str:
-    """Describes a step of a model unchanged, compiled at its best, and converted without compiling."""
+    """Describes a model's training step: unchanged, compiled in the fastest way, and converted without compiling."""
     found = results.read(results.PUBLISHED / "models-h100.json", ("model", "way", "seconds"))
     rows = {row["way"]: row for row in found["rows"] if row["model"] == model}
     best = "stock compiled, no mask" if "stock compiled, no mask" in rows else "stock compiled"
@@ -191,7 +191,7 @@ def site_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# The page, the name in its markers, and the function that makes the text between them.
+# For each table: the page, the name in the page's markers, and the function that makes the text between the markers.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "speed", overview),
     ("README.md", "training", partial(training, "llama-3.2-1b")),

@@ -50,7 +50,7 @@ LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets a
 def loop(a: Tensor, b: Tensor) -> Tensor:
     """Computes h[t] = a[t] * h[t - 1] + b[t] step by step."""
     h, states = torch.zeros_like(b[:, 0]), []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # indexing would make a large gradient per step
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # each a[:, t] would have a gradient like a
         h = torch.addcmul(b_t, a_t, h)
         states.append(h)
     return torch.stack(states, dim=1)
@@ -107,7 +107,7 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_torch(settings: RunSettings) -> None:
-    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training uses this compiled code."""
+    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training reuses the code compiled here."""
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
@@ -201,7 +201,7 @@ def tabulate(folder: Path, curves: dict[str, Curve]) -> None:
 
 
 def draw(folder: Path, curves: dict[str, Curve]) -> Path:
-    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
+    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))

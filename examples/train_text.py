@@ -140,7 +140,7 @@ def language_model(ops: str, vocabulary: int, settings: Settings) -> LanguageMod
 
 
 class Training(demo_model.Training):
-    """The training of one model, with its checkpoint."""
+    """Trains one model, and saves and loads its checkpoint."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def draw(folder: Path, settings: Settings) -> Path:
     """Draws the curves of every run in the folder that has these settings."""
-    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
+    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -297,7 +297,7 @@ def draw(folder: Path, settings: Settings) -> Path:
 
 
 def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: str) -> None:
-    """Adds the options of both examples that train on text. `holds` names the files in the folder."""
+    """Adds the options that this example shares with recurrent_text.py. `holds` names the files in the --out folder."""
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
     parser.add_argument("--steps", type=positive, default=steps, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")

@@ -130,7 +130,7 @@ def documents() -> dict[Path, str]:
 
 
 def typed(name: str, schema: torch.FunctionSchema) -> str:
-    """Returns a function of a stub, with the types of a schema, formatted as ruff does."""
+    """Returns the text of a function in _ops.pyi, with the types of a schema, formatted as ruff does."""
     parameters = []
     for argument in schema.arguments:
         optional = re.fullmatch(r"Optional\[(.*)\]", str(argument.type))

@@ -1,6 +1,6 @@
 """Implements accessor_mish with ATen, PyTorch's C++ API. Importing this file compiles its two sources.
 
-torch.utils.cpp_extension.load compiles them in a minute and caches the result, which is for the running torch only.
+torch.utils.cpp_extension.load compiles them in a minute and caches the library, which fits only this version of torch.
 Without a GPU the CUDA source is left out.
 """
 

@@ -309,7 +309,7 @@ def writes_every_element(case: Checked) -> str:
     for fill in (0x01, 0x80):
         if case.device == "cpu":  # makes malloc fill freed memory with `fill`, and new memory with its complement
             ctypes.CDLL(None).mallopt(M_PERTURB, fill)
-        other = case.draw()  # stays alive, so that the next call reuses the memory of these results, not of `other`
+        other = case.draw()  # `other` stays alive, so that the last call below gets the memory of `results`
         results = case.call(*other.args)
         for x in results if case.device == "cuda" else ():
             x.fill_(fill)

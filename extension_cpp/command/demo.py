@@ -147,7 +147,7 @@ def output_folder() -> Path:
 
 
 def draw(ours: Run, stock: Run, path: Path) -> None:
-    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
+    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))

@@ -81,7 +81,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Predicts the next byte, with embeddings, blocks, a norm and an output layer."""
 
-    linear_loss = False  # whether linear_cross_entropy computes the loss; nn.convert does not set this for our model
+    linear_loss = False  # whether linear_cross_entropy computes the loss; nn.convert replaces only transformers' losses
 
     def __init__(
         self,

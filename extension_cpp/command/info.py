@@ -37,7 +37,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes the machine as the library finds it."""
+    """Describes what decides whether the GPU kernels can run on the machine."""
 
     torch: str | None  # version; None if torch is not installed
     torch_cuda: str | None  # the CUDA version that torch was built with
@@ -241,7 +241,7 @@ def _search(pattern: str, path: str) -> re.Match[str] | None:
 
 
 def schemas() -> list[str]:
-    """Returns the schemas of all registered operators, except for no-grad overloads and their like. Defaults are
+    """Returns the schemas of all registered operators, except for overloads without an Autograd kernel. Defaults are
     written as Python does, because PyTorch prints 1e-05 with 17 digits."""
     import torch
 

@@ -13,7 +13,7 @@ from .tree import Addition, Plan
 
 OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace", "tensors", "stencil", "segments")
 KINDS = (*OP_KINDS, "accessor")
-# For each kind of template, the name of the first op in a new package, if none is given. It says what is computed.
+# For each kind of template, the default name of the first op in a new package: what the template computes.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
 FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step", "stencil": "causal_conv"}
 FIRST_OP |= {"segments": "segment_sum", "tensors": "foreach_mul"}

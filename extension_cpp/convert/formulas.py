@@ -21,8 +21,8 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
 class Unfit(Exception):
-    """Is raised if something cannot be changed; the message says why, in a part of a sentence. functools.cache does not
-    cache exceptions, so that a cached function that raised Unfit runs again at the next call."""
+    """Raised if something cannot be changed. The message is the part of a sentence that says why. functools.cache does
+    not cache exceptions, so that a cached function that raised Unfit runs again at the next call."""
 
 
 # Rules for the dtype of a module's result, as functions of x's dtype, the weight's dtype and the device type.
@@ -190,7 +190,7 @@ def autocast(device: str) -> Iterator[None]:
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
-    """Runs the forward of the twin's class. Returns None if it raises, or its result has not x's shape and device."""
+    """Runs the forward of the twin's class. Returns None if it raises, or returns another shape or device than x's."""
     try:
         with autocast(context), torch.random.fork_rng(devices=[]):
             y = twin.forward(x)

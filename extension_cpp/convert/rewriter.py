@@ -1,4 +1,4 @@
-"""Finds code that the ops can run in the syntax tree of a forward, and replaces it, as a part of nn.convert.
+"""Finds, in the syntax tree of a forward, code that the ops can run, and replaces it, as a part of nn.convert.
 
 The code has one of three forms, and is replaced by a call of a method of the module:
 

@@ -1,4 +1,4 @@
-"""Recognises functions that rotate queries and keys by calling them on probes, as a part of nn.convert."""
+"""Recognises functions that rotate queries and keys, by calling them on test inputs, as a part of nn.convert."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -130,7 +130,7 @@ def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -
 
 
 def _call(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Calls the function. Returns None if it raises, or its results have not the shapes and dtypes of q and k."""
+    """Calls the function. Returns None if it raises, or its results do not have the shapes and dtypes of q and k."""
     try:
         with torch.random.fork_rng(devices=[]):
             results = function(*inputs)

@@ -37,8 +37,8 @@ def _as_torch(placement: Placement) -> Any:
 
 
 def _acceptable(op: Any, rule: Rule) -> Callable[..., Any]:
-    """Makes a rule's function for register_sharding, which returns pairs of two lists: the placements of the results,
-    and those of the arguments by position."""
+    """Converts a rule to a function for register_sharding. The function returns pairs of two lists: the placements of
+    the results, and those of the arguments by position."""
     arguments, count = op._schema.arguments, len(op._schema.returns)
 
     def shardings(*args: Any, **keywords: Any) -> list[tuple[list[Any], list[Any]]]:

@@ -93,7 +93,7 @@ def _cross_entropy(
 
 
 def float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Computes cross_entropy with a float32 loss for half logits, too. nn.convert gives it to language models."""
+    """Computes cross_entropy, with a float32 loss even for half logits. Language models call it after nn.convert."""
     return _cross_entropy(logits, target, None, reduction, LossOptions(ignore_index), True)
 
 

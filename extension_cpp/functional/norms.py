@@ -21,9 +21,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
-
-    With x = input.
+    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``, with x =
+    input.
 
     Args:
         input: shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a copy.
@@ -53,9 +52,7 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``.
-
-    With x = input.
+    """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``, with x = input.
 
     Args:
         input, normalized_shape, weight: as for layer_norm.

@@ -70,7 +70,7 @@ def reduce_sum_setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int] | Non
 
 
 def reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    # The gradient of each term is that of its sum. So it is a view of grad_out with stride 0, as for torch.sum.
+    # The gradient of each term is that of its sum. So the result is a view of grad_out with stride 0, as for torch.sum.
     for d in ctx.summed_away:
         grad_out = grad_out.unsqueeze(d)
     return {"x": grad_out.expand(ctx.shape)}

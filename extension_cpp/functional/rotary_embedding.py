@@ -14,7 +14,7 @@ from .common import wide
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys by the positions of their tokens: rotary position embedding, both in one kernel.
+    """Rotates queries and keys by the positions of their tokens, in one kernel: rotary position embedding.
 
     The first R elements of each row x are rotated in pairs (i, j), and the others are copied::
 

@@ -30,7 +30,7 @@ from .lists import FunctionOfLists, is_list, list_places, one_by_one
 
 
 def keys_below(key: DispatchKey) -> DispatchKeySet:
-    """Returns the dispatch keys below this one, which the bits of a DispatchKeySet have in the order of dispatch.
+    """Returns the keys that the dispatcher handles after this one. The bits of a DispatchKeySet are in that order.
     PythonDispatcher is added, because it must see each operator that is called while torch.compile traces."""
     return DispatchKeySet.from_raw_repr(DispatchKeySet(key).raw_repr() - 1).add(DispatchKey.PythonDispatcher)
 
@@ -216,7 +216,7 @@ def _register_batching(op: str) -> None:
         if not isinstance(x, Tensor) or dim is None:
             return [x] * max(info.batch_size, 1)
         x = x.movedim(dim, 0)
-        # For an empty batch, one call with zeros gives the shapes of the results. The sum keeps x's gradient.
+        # For an empty batch, one call with zeros gives the shapes of the results. A sum keeps them differentiable.
         return x if info.batch_size else x.sum(0, keepdim=True, dtype=x.dtype)
 
     def loop(info: Any, in_dims: tuple[Any, ...], *args: Any, **keywords: Any) -> Any:
@@ -293,7 +293,7 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
         if torch._C._are_functorch_transforms_active():
-            # autograd.Function switches recording off. The transforms of torch.func at lower levels need it on.
+            # autograd.Function switches recording off. torch.func's transforms at lower levels need recording on.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = op.redispatch(keys, *inputs, **keywords)
         elif below_autograd is not None and _is_compiled(inputs):

@@ -22,7 +22,7 @@ load(
     name="kernel_template",
     sources=[str(_folder / source) for source in _sources],
     extra_cflags=_stable,
-    extra_cuda_cflags=[*_stable, "-DUSE_CUDA"],  # which declares the function that gives the current stream
+    extra_cuda_cflags=[*_stable, "-DUSE_CUDA"],  # USE_CUDA declares the function that gives the current stream
     is_python_module=False,
 )
 _ops = torch.ops.kernel_template

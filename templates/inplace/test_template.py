@@ -1,4 +1,4 @@
-"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_steps_of_pytorch(size: int, device: str) -> None:
 
 
 def test_a_dense_param_is_written_without_a_copy(device: str) -> None:
-    """A call makes no call of PyTorch that allocates or copies, for a transposed param if all have its strides."""
+    """No aten operator allocates or copies during a call, even if param, grad and momentum are transposed."""
     param, grad, momentum = (torch.ones(3, 5, device=device).t() for _ in range(3))
     with torch.profiler.profile() as profiler:
         extension_cpp.kernel_template(param, grad, momentum, 0.5)

@@ -1,4 +1,4 @@
-"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def tensors(device: str, rows: int = 9, cols: int = 33) -> tuple[torch.Tensor, t
 
 
 def test_rstd_is_the_second_result_by_option(device: str) -> None:
-    """With return_rstd the second result is rstd, without a gradient. The first result does not depend on it."""
+    """With return_rstd the second result is rstd, without a gradient, and the first result stays the same."""
     x, weight = tensors(device)
     y, rstd = extension_cpp.kernel_template(x, weight, return_rstd=True)
     assert torch.equal(y, extension_cpp.kernel_template(x, weight)) and not rstd.requires_grad
