@@ -434,7 +434,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
-    # Paths are relative to the build folder, so that a tree that is moved or copied keeps its objects.
+    # Paths are relative to the build folder, so that a checkout that is moved or copied keeps its object files.
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     include = [f"-I{csrc}"]
     # Messages contain __FILE__, which must not depend on the folder of the build, so that two builds give the same

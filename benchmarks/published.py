@@ -15,7 +15,7 @@ LINES = list(csv.DictReader(Path(__file__).with_name("summaries.csv").read_text(
 
 
 def read(stem: str) -> tuple[list[results.Row], str]:
-    """Returns the rows of a results file for large tensors and the most threads, and the name of the device."""
+    """Returns the rows of a results file that timed large tensors with the most threads, and the device's name."""
     found = results.read(results.PUBLISHED / f"{stem}.json")
     rows = [row for row in found["rows"] if results.sizes(row) == "large"]
     most = max(row.get("threads", 0) for row in rows)

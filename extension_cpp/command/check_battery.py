@@ -71,7 +71,7 @@ def needs_reference(case: Checked) -> None:
 
 
 def is_not_zero(case: Checked) -> str:
-    """Checks that the results are not zeros, for a sample for which the judge would refuse zeros."""
+    """Checks that the results are not zeros, for a sample for which the judge would find zeros wrong."""
     sample = case.draw()
     results = [x.cpu() for x in case.call(*sample.args)]
     if case.is_judged:

@@ -197,8 +197,8 @@ class Checked:
         return judge.expect(self.spec, opspec.Sample(tuple(map(on_cpu, sample.args))), checks.random_grad())
 
     def judged(self, sample: Any, what: str = "", expected: Any = None, call: Any = None, limits: bool = False) -> None:
-        """Calls the operator, and asserts that its results are right. If tensors of the sample require grad, also that
-        their gradients are right."""
+        """Calls the operator, and asserts that its results are right. If tensors of the sample require grad, their
+        gradients must be right, too."""
         expected = expected or self.expect(sample)
         ours = judge.run(call or self.call, sample, checks.random_grad())
         ours = judge.Result(tuple(map(on_cpu, ours.outputs)), list(map(on_cpu, ours.gradients)))

@@ -151,7 +151,7 @@ def _agrees(
     rotated: int = 8,
 ) -> bool:
     """Returns whether a function computes the formula, which is computed in float64. If cos and sin have a batch
-    dimension, it is also tried with size 1.
+    dimension, the function is also called with one batch element of them for all of q and k.
 
     The function rounds two products and a sum. Each rounding is half an eps of at most |x cos| + |x sin|.
     """

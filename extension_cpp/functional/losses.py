@@ -53,7 +53,7 @@ def cross_entropy(
 
     Args:
         input: called ``logits``; shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy.
-        target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are refused.
+        target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are an error.
         weight: shape (C,), of ``logits``' dtype or, for half logits, float32: a weight for each class; None: ones.
         ignore_index: rows with this target add nothing to the loss. Their gradient is 0, also where the row has NaN
             (torch's is NaN there).

@@ -21,8 +21,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``, with x =
-    input.
+    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``,
+    with x = input.
 
     Args:
         input: shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a copy.

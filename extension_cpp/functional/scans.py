@@ -282,8 +282,8 @@ def linear_recurrence_backward_plain(
 
 
 def linear_recurrence_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Casts all tensors to the widest of their dtypes, as PyTorch's promoting operators do. Integer tensors are not
-    cast, so that the operator refuses them."""
+    """Casts all tensors to the widest of their dtypes, as PyTorch's promoting operators do. If a tensor is not
+    floating point, nothing is cast, and the operator raises an error."""
     *tensors, dim, reverse = args
     dtypes = [x.dtype for x in tensors if x is not None]
     if not all(dtype.is_floating_point for dtype in dtypes):

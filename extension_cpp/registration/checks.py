@@ -1,7 +1,8 @@
 """Provides the checks of csrc/common/shim/op.h for fakes, whose tensors have no data. Conditions, order and messages
 are those of op.h.
 
-If a fake accepted what the kernel refuses, torch.export would succeed and the exported program would fail when it runs.
+If a fake accepted inputs for which the kernel raises an error, torch.export would succeed, and the exported program
+would fail when it runs.
 Conditions go through torch._check, which also takes symbolic sizes.
 """
 
