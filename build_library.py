@@ -53,8 +53,7 @@ C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 # gcc's options for kernels beyond -O2. Its -O3 also copies loops and functions, which takes long to compile.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
-# The level for shims, which only check arguments, and for kernels with CPU_SMALL. It takes two thirds of the compile
-# time of -O2.
+# The level for shims, which only check arguments, and for kernels with CPU_SMALL. It compiles 1.5 times as fast as -O2.
 LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # These macros remove parts of the headers that no .cu uses and that the compilers would parse three times for each .cu.
@@ -285,7 +284,7 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
     """Returns nvcc with its flags, and the link options for the libraries of its CUDA toolkit."""
     if is_cross():
         raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
-    # nvcc needs the compiler itself, not the cache in front of it.
+    # nvcc needs the compiler itself, not a compiler cache such as ccache that calls it.
     host = next(word for word in cxx if Path(word).name not in ("ccache", "sccache"))
     command = [*nvcc, *NVCC_FLAGS, "-ccbin", shutil.which(host) or host]
     command += ["-Xcompiler", ",".join(COMMON_FLAGS + GUARD_FLAGS)]
@@ -525,8 +524,7 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
 
 
 def glibc_required(library: Path) -> tuple[int, int]:
-    """Returns (2, N) for the oldest manylinux_2_N with all symbols of glibc and gcc's C++ library that the library
-    needs."""
+    """Returns (2, N) for the oldest manylinux_2_N whose glibc and C++ library have all symbols that `library` needs."""
     table = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
     found = [(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", table)]
     newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # for versions that are newer than the table

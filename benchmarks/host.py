@@ -1,5 +1,4 @@
-"""Times what a call of layer_norm costs the host in each software layer, with a tensor so small that the kernel hardly
-counts.
+"""Times what a call of layer_norm costs the host in each software layer. For the small tensor the kernel hardly counts.
 
 Each figure is the time of a batch of calls divided by their number. The host waits for a GPU only between batches. The
 ways to call layer_norm take turns.

@@ -194,8 +194,7 @@ def gigabytes(row: results.Row, name: str) -> float:
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns the arithmetic operations and the moved elements per element of x, for each op and pass whose spec counts
-    them."""
+    """Returns the arithmetic operations and moved elements per element of x, for each op and pass that counts them."""
     found = {}
     for spec in timed_specs():
         for i, step in enumerate(("forward", "backward")):

@@ -2,8 +2,7 @@
 
 The ops and their inputs come from the tests' specs, so that a new op is measured without further code. An op's floor is
 the bytes of every input, read once, and of every output, written once. A figure is the floor divided by the time, in
-percent of the copy's bandwidth. A figure can exceed 100 with streaming stores, and for ops that write less than they
-read.
+percent of the copy's bandwidth. Streaming stores, and ops that write less than they read, can exceed 100.
 """
 
 import argparse

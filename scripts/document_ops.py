@@ -28,7 +28,7 @@ STUB = ROOT / "extension_cpp" / "_ops.pyi"
 
 
 def call(name: str, function: Callable[..., Any]) -> str:
-    """Returns the call of a function, with names and defaults but without types."""
+    """Returns how a function is called, such as relu(input), with the arguments' defaults but without types."""
     signature = inspect.signature(function)
     if signature == inspect.signature(torch.nn.Module):  # (*args, **kwargs), which the class does not take
         return f"{name}()"

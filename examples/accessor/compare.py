@@ -1,5 +1,4 @@
-"""Measures accessor_mish, which uses ATen, beside extension_cpp.mish: python -m examples.accessor.compare, in a
-checkout's root.
+"""Measures accessor_mish beside extension_cpp.mish: python -m examples.accessor.compare, in the root of a checkout.
 
 What is measured: seconds to compile, one file at a time; microseconds a call on a small tensor; and for a large tensor,
 contiguous and strided, the bandwidth in percent of that of a copy of a contiguous tensor of this size. Each result is

@@ -17,8 +17,7 @@ SHAPES = ((33, 257), (2, 3, 64))  # shapes of the samples that an OpSpec makes
 
 
 def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[str, str]:
-    """Runs a check with all samples, and returns its verdict on the operator ("passed", "refused" or "not run") and a
-    text to print."""
+    """Runs a check with all samples. Returns its verdict ("passed", "refused" or "not run") and a text to print."""
     notes, reasons = [], []
     for case in cases:
         try:

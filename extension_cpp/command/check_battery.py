@@ -193,8 +193,7 @@ def gradients(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
 
 
 def differentiated(case: Checked) -> tuple[Any, dict[int, Tensor | None], list[bool]]:
-    """Returns a sample whose tensors require grad, the operator's gradients by argument index, and whether each result
-    requires grad."""
+    """Returns a sample whose tensors require grad, its gradients by argument index, and which results require grad."""
     sample = case.draw()
     places = [i for i in case.places(sample, floating=True) if i not in case.written]
     for i in places:

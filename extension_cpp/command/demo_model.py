@@ -180,7 +180,7 @@ class Training:
         self.seconds: list[float] = []  # one for each step of this run
 
     def backward(self, number: int) -> Tensor:
-        """Computes the gradients of the step of this number, and returns its loss."""
+        """Computes the gradients of the training step `number`, and returns the loss of this step."""
         raise NotImplementedError
 
     def mean(self, loss: Tensor) -> float:

@@ -75,7 +75,7 @@ class Case:
         """Makes the tensors of a call. All except the target, cos and sin require grad."""
         generator = torch.Generator(device).manual_seed(0)
         made = {}
-        if "linear_weight" in self.names:  # a matrix product takes most of the time
+        if "linear_weight" in self.names:  # fewer rows, because a matrix product takes long
             rows = max(rows // 16, 1)
         for name in (name for name in self.names if name in SHAPES):
             shape = SHAPES[name](rows)

@@ -130,8 +130,7 @@ def _torch_and_driver_misfits(cuda: str, machine: Machine) -> list[str]:
 
 
 def _architecture_misfits(build: Build, machine: Machine, rebuild: str) -> list[str]:
-    # A driver compiles only the PTX of CUDA versions that it supports. Machine code needs only a driver for the same
-    # major CUDA version.
+    # A driver compiles PTX only of CUDA versions that it supports. Machine code needs only the same major version.
     knows_ptx = machine.driver_cuda is None or version(machine.driver_cuda) >= version(build.cuda or "")
     found = []
     for gpu in sorted(set(machine.gpus), key=lambda gpu: (gpu.capability, gpu.name)):

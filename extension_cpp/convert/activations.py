@@ -119,10 +119,7 @@ def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
 
 
 def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
-    """Returns whether a module's gradients are the function's. They differ if the module detaches a term.
-
-    The bound is absolute, because the gradients are of size 1.
-    """
+    """Returns whether a module's gradients, of size 1, are the function's. A module that detaches a term has others."""
     for training in (True, False):
         x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
         got = gradients_of(run(twin_of(module, [], training=training), x * 1), [x], torch.ones_like(x))

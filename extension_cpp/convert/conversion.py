@@ -356,10 +356,7 @@ def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
-    """Returns a key that is equal for modules with the same formula, or None for a module that has no such key.
-
-    The key has all that may decide the formula: the class, the parameters' shapes and the other attributes.
-    """
+    """Returns a key of all that may decide which formula a module computes, or None if an attribute cannot be a key."""
     own = {name: value for name, value in vars(module).items() if name not in vars(torch.nn.Module())}
     if any(not isinstance(value, (bool, int, float, str, type(None))) for value in own.values()):
         return None

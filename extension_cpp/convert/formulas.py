@@ -1,5 +1,4 @@
-"""Provides helpers of nn.convert: classes that compute a known formula, and functions that run modules on probes (test
-inputs)."""
+"""Provides helpers of nn.convert: classes that compute a known formula, functions that run modules on test inputs."""
 
 import contextlib
 import copy
@@ -30,8 +29,7 @@ RESULTS = {
     "x": lambda x, weight, device: x,
     "promoted": lambda x, weight, device: torch.promote_types(x, weight),
     "half weight": lambda x, weight, device: weight if weight in HALF else torch.promote_types(x, weight),  # T5
-    # Two rules under autocast: that of PyTorch's layer_norm, and that of norms that cast their input to autocast's
-    # dtype (Nemotron).
+    # Two rules under autocast: PyTorch's layer_norm, and norms that cast the input to autocast's dtype (Nemotron).
     "float32 at least": lambda x, weight, device: torch.promote_types(x, torch.float32),
     "autocast": lambda x, weight, device: x if x is torch.float64 else torch.get_autocast_dtype(device),
 }
@@ -178,8 +176,7 @@ def outside_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
-    """Enables autocast with PyTorch's default dtypes for one device type, or for none if `device` is "". The machine
-    may lack the device."""
+    """Enables autocast, with PyTorch's default dtypes, for one device type, which may be missing, or for none ("")."""
     with contextlib.ExitStack() as stack:
         for each, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
             stack.callback(torch.set_autocast_enabled, each, torch.is_autocast_enabled(each))

@@ -172,8 +172,7 @@ def _agrees(
     """Returns whether a module, with these attributes changed, computes the formula, itself computed in float64.
 
     In float32 the bound covers sums of up to 2^16 squares that are added in a tree, and x - mean (16 to 20 roundings of
-    half an eps each). In half types the bound covers the roundings of xhat, a product, the result and the row's
-    statistics.
+    half an eps each). In half types it covers the roundings of xhat, a product, the result and the row's statistics.
     """
     eps = attributes.get(formula.eps, getattr(module, formula.eps))
     x, *parameters = _probe(formula, eps, width, dtype, dims)

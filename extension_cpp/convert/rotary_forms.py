@@ -171,8 +171,7 @@ def _agrees(
 
 
 def _gradients_agree(function: Callable[..., Any], rotary: Rotary, layout: str) -> bool:
-    """Returns whether the function's gradients of q and k are the formula's. The bound is about 100 eps; a missing term
-    would be of size 1."""
+    """Returns whether the gradients of q and k are the formula's, within about 100 eps. A missing term is of size 1."""
     gradients = []
     for run in (
         lambda *inputs: _call(function, [*inputs]),

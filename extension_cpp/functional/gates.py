@@ -20,8 +20,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             ``packed.chunk(2, -1)``: forward and backward read them without a copy.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. The result is rounded to a half dtype
-        only once.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded to a half dtype once.
 
     Raises:
         RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, or a dtype is not floating point.
@@ -40,8 +39,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
         approximate: "none" or "tanh", as for gelu.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. The result is rounded to a half dtype
-        only once.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded to a half dtype once.
 
     Raises:
         RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, a dtype is not floating point, or

@@ -27,9 +27,8 @@ def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: b
     Raises:
         RuntimeError: ``dim`` is not an int, is out of range or named twice, or the dtype is not floating point.
 
-    Differentiable, to any order; the gradient is an expanded view, which is not written to memory. At most a few dozen
-    terms are added in float32 (float64: float64), and the partial sums in float64, in an order that only the shape of
-    ``x`` decides.
+    Differentiable, to any order; the gradient is an expanded view, not written to memory. At most a few dozen terms are
+    added in float32 (float64: float64), and these partial sums in float64, in an order that only ``x``'s shape decides.
     """
     return _ops.reduce_sum(input, (dim,) if type(dim) is int else _as_dims(dim), keepdim)
 
@@ -43,7 +42,7 @@ def _as_dims(dim: Any) -> tuple[int, ...] | None:
 
 
 def reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
-    """Returns the dimensions that reduce_sum sums over, as numbers that are not negative."""
+    """Returns the dimensions that reduce_sum sums over, as non-negative numbers."""
     return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 

@@ -124,7 +124,7 @@ def _thread_without_modes() -> tuple[int, int]:
 _INCLUDED, _excluded = _thread_without_modes()
 _EXCLUDED = frozenset((_excluded,))
 _AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)]
-# The bits that a thread may exclude: autocast is off for CPU and CUDA, for one of them, or for none.
+# The keys, as bits, that a thread excludes if autocast is off for CPU and CUDA, for one of them, or for neither.
 _EXCLUDED_WITH_AUTOCAST = frozenset(_excluded & ~cpu & ~cuda for cpu in (0, _AUTOCAST[0]) for cuda in (0, _AUTOCAST[1]))
 _PLAIN = frozenset((int, float, bool, type(None), list, tuple, torch.Size, Tensor, Parameter))
 

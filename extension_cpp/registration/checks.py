@@ -1,8 +1,6 @@
-"""Provides the checks of csrc/common/shim/op.h for fakes, whose tensors have no data. Conditions, order and messages
-are those of op.h.
+"""Provides the checks of csrc/common/shim/op.h, with its conditions, order and messages, for fakes.
 
-If a fake accepted inputs for which the kernel raises an error, torch.export would succeed, and the exported program
-would fail when it runs.
+If a fake accepted what the kernel does not accept, torch.export would succeed, and running the exported program fail.
 Conditions go through torch._check, which also takes symbolic sizes.
 """
 

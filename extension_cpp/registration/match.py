@@ -1,5 +1,4 @@
-"""Provides the checks of csrc/common/shim/match.h for fakes, whose tensors have no data. Conditions, order and messages
-are those of match.h.
+"""Provides the checks of csrc/common/shim/match.h, with its conditions, order and messages, for fakes.
 
     match = Match("topk_gate")
     match("logits", logits, FLOATING, "[*, experts]")
