@@ -145,7 +145,7 @@ class Judge:
         return self._stock
 
     def is_sum(self, x: Tensor) -> bool:
-        """Returns whether a result is a sum over lines: a mean loss, or the gradient of a weight."""
+        """Returns whether a result is a sum over all rows (or columns): a mean loss, or the gradient of a weight."""
         return x.dim() == 0 or (x.dim() == 1 and self.has_weights() and x.shape[0] == self.sample.args[0].shape[-1])
 
     def has_weights(self) -> bool:

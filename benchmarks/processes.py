@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = f"{parallel or 'alone'} {count}"
             check(place, figures, beside)
             rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]
-            results.write(options.path, found)  # keeps these figures if the next ones fail
+            results.write(options.path, found)  # keeps these figures if a later run fails
     finish(options.path, found, table.processes)
     return 0
 

@@ -152,8 +152,8 @@ class Training(demo_model.Training):
         *,
         graphs: bool = False,
     ) -> None:
-        """`parallel` is how the processes of the group share the work, or None if this process trains alone. `graphs`
-        says whether CUDA graphs run the compiled model."""
+        """`parallel` says how the processes of the group share the work ("ddp" or "fsdp"); None: this process trains
+        alone. `graphs` says whether CUDA graphs run the compiled model."""
         torch.manual_seed(0)
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)

@@ -93,7 +93,7 @@ if not _writes_sources():
 
         __all__ += ops.__all__
         __version__ += _tag(_build_info())
-        # The sharding rules are registered once the user imports torch.distributed.tensor, which takes long to import.
+        # The sharding rules are registered once the user imports torch.distributed.tensor. This package does not.
         after_import.after_import("torch.distributed.tensor", _attach_distributed)
     except (ImportError, AttributeError, RuntimeError) as error:
         # torch raises AttributeError or RuntimeError if a fake is registered for an operator that the library lacks.

@@ -109,7 +109,8 @@ class Rewriter(ast.NodeTransformer):
         return ast.Call(function, list(arguments), [])
 
     def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
-        """Makes the call that replaces norm(total), and a dropout in total or, assigned to ``target``, just before."""
+        """Makes the call that replaces norm(total). It also replaces a dropout in total, or one whose result the
+        statement just before assigns to ``target``, and which total adds."""
         for x, residual in _operands(total, ast.Add):
             if (drawn := self.dropout(x)) is not None:
                 return self.call("add_norm", norm, drawn[1], residual, drawn[0])

@@ -227,7 +227,7 @@ class Logits:
     Classes are added until the size of a row is a multiple of ALIGNMENT. These padding classes have weights of 0, and
     their logits are set to -inf: they add nothing to the sum of exponentials and have gradient 0. There is no padding
     with label smoothing, class weights or softcap, where a logit of -inf would give another result, and for fewer than
-    TILE rows, where the padded copy of the weights would take longer than the matrix product gains.
+    TILE rows, where the padded copy of the weights would be slow beside the matrix product.
     """
 
     def __init__(self, call: Call) -> None:
