@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "extension_cpp" / "csrc"
 LIBRARY = "libextension_cpp.so"
 NAMESPACE = "extension_cpp"  # torch.ops.NAMESPACE.*; the package has the name in _namespace.py
-TORCH_MINIMUM = (2, 10)  # the oldest torch that the library supports; newer functions do not compile
+TORCH_MINIMUM = (2, 10)  # the oldest torch that the library supports; code that uses newer functions does not compile
 
-# Level names are those of the x86-64 psABI; common/cpu/level.h says how one is picked at run time.
+# Level names are those of the x86-64 psABI; common/cpu/level.h says how a level is picked at run time.
 X86_LEVELS = {
     # This level is for processors older than 2013, where a shorter build matters more than speed (common/cpu/block.h).
     "baseline": ["-DCPU_SMALL"],
@@ -51,9 +51,9 @@ X86_LEVELS = {
 C_FLAGS = ["-std=c17", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
-# Options beyond -O2 for kernels. gcc's -O3 also copies loops and functions, which takes long to compile.
+# gcc's options for kernels beyond -O2. Its -O3 also copies loops and functions, which takes long to compile.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
-# For shims, which only check arguments, and for kernels with CPU_SMALL. -O1 takes two thirds of -O2's compile time.
+# The level for shims, which only check arguments, and for kernels with CPU_SMALL. It compiles 1.5 times as fast as -O2.
 LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # These macros remove parts of the headers that no .cu uses and that the compilers would parse three times for each .cu.
@@ -69,18 +69,20 @@ TOGETHER = 45_000
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
 # late, no writable memory without need (full RELRO), and a stack that cannot be executed. The guard protects the shims,
-# which get the users' arguments. The C kernels have no guard: their arrays are lanes of constant size, which the
-# sanitizers check, and every kernel would have to carry it.
+# which get the users' arguments. The C kernels have no guard, which would add code to each of them: their arrays are
+# lanes of constant size, and the sanitizers check them.
 GUARD_FLAGS = ["-fstack-protector-strong"]
 HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
-# The header with which every shim or every kernel begins. Each is compiled once, before the sources: PyTorch's headers
-# take most of a shim's time, and those of the instructions take half a second of each kernel's.
+# The header with which every shim begins, and that with which every kernel begins. Each of the two is compiled once,
+# before the sources: PyTorch's headers take most of a shim's compile time, and the headers of the CPU's instructions
+# take half a second of each kernel's.
 SHIMS_HEADER = '#include "common/shim/op.h"\n'
 KERNELS_HEADER = '#include "common/cpu/block.h"\n'
 # The library exports only the functions that Python calls. -fvisibility alone would leave instantiated templates of the
 # C++ standard library visible.
 EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
-# The newest versions of gcc's C++ library in manylinux_2_N, and N, as in auditwheel's policy.
+# For each prefix of symbol versions of gcc's C++ library: the newest version in manylinux_2_N, and N, as in
+# auditwheel's policy.
 CXX_OF_MANYLINUX = {
     "GLIBCXX_3.4.": {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39},
     "CXXABI_1.3.": {7: 17, 10: 24, 11: 27, 12: 31, 13: 34, 15: 39},
@@ -88,7 +90,7 @@ CXX_OF_MANYLINUX = {
 # gcc's C++ library reads this flag, which glibc has from 2.32 on. 0 means that threads may run, which is always safe.
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
-# The compile times of extension_cpp on two cores that do nothing else.
+# How long all files of extension_cpp take to compile on two cores that do nothing else.
 TIMES = "All of them take about a minute on 2 cores, and another for each GPU architecture."
 
 ARCHITECTURE_NAMES = {
@@ -142,12 +144,12 @@ def is_clang(cc: list[str]) -> bool:
 
 
 def c_flags(cc: list[str]) -> list[str]:
-    """Returns C_FLAGS, with those that only gcc knows if the compiler is gcc."""
+    """Returns C_FLAGS and, if the compiler is gcc, the flags that only gcc knows."""
     return C_FLAGS if is_clang(cc) else C_FLAGS + GCC_FLAGS
 
 
 def c_optimise(cc: list[str]) -> list[str]:
-    """Returns the options of kernels beyond -O2, except at a level with CPU_SMALL."""
+    """Returns the optimisation options of kernels beyond -O2, for levels without CPU_SMALL."""
     return ["-O3"] if is_clang(cc) else GCC_OPTIMISE
 
 
@@ -279,10 +281,10 @@ def escape(path: Path) -> str:
 
 
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
-    """Returns nvcc with its flags, and the options of its toolkit for the link."""
+    """Returns nvcc with its flags, and the link options for the libraries of its CUDA toolkit."""
     if is_cross():
         raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
-    # nvcc needs the compiler itself, not the cache in front of it.
+    # nvcc needs the compiler itself, not a compiler cache such as ccache that calls it.
     host = next(word for word in cxx if Path(word).name not in ("ccache", "sccache"))
     command = [*nvcc, *NVCC_FLAGS, "-ccbin", shutil.which(host) or host]
     command += ["-Xcompiler", ",".join(COMMON_FLAGS + GUARD_FLAGS)]
@@ -342,7 +344,7 @@ def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
     if missing := [name for name, file in zip(names, files, strict=True) if file in ("", name)]:
         raise BuildError(f"GLIBC={glibc} links gcc's static libraries, and '{shlex.join(cxx)}' has no {missing[0]}.")
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine()}-linux-gnu.{glibc}"]
-    # Removes unused code, because parts of gcc's library need a newer glibc.
+    # --gc-sections removes unused code, because parts of gcc's library need a newer glibc.
     return [*zig, "-Wl,--gc-sections"], files
 
 
@@ -360,7 +362,7 @@ def own_folder(namespace: str) -> str:
 def write_objects(
     file: TextIO, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool, precompiled: bool
 ) -> list[str]:
-    """Writes how each source becomes an object; returns the objects."""
+    """Writes to a ninja file how each source is compiled to an object file. Returns the names of the object files."""
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     objects: list[str] = []
 
@@ -373,7 +375,8 @@ def write_objects(
         file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
     def together(suffix: str) -> list[Path]:
-        """Returns all sources with this suffix. Small folders are combined to files of about TOGETHER bytes."""
+        """Returns the files to compile for all sources with this suffix. The sources of small folders are included
+        together by files of about TOGETHER bytes."""
         alone, groups, space = sorted(CSRC.glob(f"*{suffix}")), [], 0
         for part in sorted(path for path in CSRC.iterdir() if path.is_dir()):
             sources, headers = sorted(part.rglob(f"*{suffix}")), part.rglob("*.cuh") if suffix == ".cu" else ()
@@ -430,11 +433,11 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
-    # Paths are relative to the build folder, so that a tree that is moved or copied keeps its objects.
+    # Paths are relative to the build folder, so that a checkout that is moved or copied keeps its object files.
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     include = [f"-I{csrc}"]
     # Messages contain __FILE__, which must not depend on the folder of the build, so that two builds give the same
-    # bytes. gcc follows links to headers.
+    # bytes. gcc names a header by the path behind symbolic links, so this path is mapped, too.
     here = [f"-fmacro-prefix-map={path}/=" for path in (csrc, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
@@ -451,8 +454,8 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed" + tail,
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
-    if nvcc and int(cuda.split(".")[0]) >= 13:  # older versions may not know the option
-        # nvcc makes up random names, and its object contains the host code's file name with the process's number.
+    if nvcc and int(cuda.split(".")[0]) >= 13:  # an older nvcc may not know -frandom-seed
+        # nvcc makes up random names, and names a file in the object by its process. These options remove both.
         commands["nvcc"] += f" -frandom-seed=$out{tail} && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
     else:
         commands["nvcc"] += tail
@@ -487,7 +490,7 @@ def steps_to_do(ninja: list[str]) -> int:
 
 
 def announcement(steps: int, archs: str) -> str:
-    """Says what is compiled before it begins, and how long it takes if that is long."""
+    """Returns a sentence to print before the build: what is compiled and, for many files, how long that takes."""
     what = "the CPU kernels" if archs == "cpu" else f"the CPU kernels and GPU code for {archs.replace('-', ', ')}"
     if archs == "cpu" and is_for_no_gpu():
         what += " (this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds the code of one)"
@@ -521,10 +524,10 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
 
 
 def glibc_required(library: Path) -> tuple[int, int]:
-    """Returns N of the oldest manylinux_2_N with all symbols of glibc and gcc's C++ library that the library needs."""
+    """Returns (2, N) for the oldest manylinux_2_N whose glibc and C++ library have all symbols that `library` needs."""
     table = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
     found = [(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", table)]
-    newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # the default is this machine's glibc
+    newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # for versions that are newer than the table
     for name, glibc_of in CXX_OF_MANYLINUX.items():
         for version in map(int, re.findall(rf"{re.escape(name)}(\d+)", table)):
             glibc = next((glibc for newest, glibc in glibc_of.items() if version <= newest), None)

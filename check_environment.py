@@ -1,4 +1,4 @@
-"""Reports in one sentence what this machine or environment lacks, before anything is half done.
+"""Reports in one sentence what this machine or environment lacks, before make leaves anything half done.
 
     python check_environment.py machine       what a new .venv and the build need: Python, venv, compilers; whether the
                                               .venv that is there is this user's and this folder's
@@ -19,7 +19,8 @@ PACKAGES = {"clang_format": "clang-format", "pre_commit": "pre-commit", "xdist":
 PACKAGES["kernel_abi_check"] = "kernel-abi-check"
 PACKAGES["material"] = "mkdocs-material"
 PACKAGES["mkdocstrings_handlers"] = "mkdocstrings-python"
-# Many systems have headers in a separate package, so that a compiler that answers --version may still compile nothing.
+# A small program that each compiler must compile. Many systems have headers in a separate package, so that a compiler
+# that answers --version may still compile nothing.
 PROBES = {
     "CC": ("cc", "gcc", "c", "-std=c17", "#include <math.h>\n#include <stdint.h>\nint64_t f(void) { return 1; }\n"),
     "CXX": ("c++", "g++", "c++", "-std=c++17", "#include <optional>\nstd::optional<int> f() { return 1; }\n"),
@@ -54,7 +55,8 @@ def check_venv():
 
 
 def check_own_venv():
-    """Refuses a .venv that make must neither use nor empty. A .venv whose python3 is missing counts as absent."""
+    """Fails if .venv is another user's or was made in another folder, so that make must neither use nor empty it. A
+    .venv whose python is missing counts as absent."""
     python = os.path.abspath(os.path.join(".venv", "bin", "python"))
     try:
         os.stat(python)

@@ -1,4 +1,4 @@
-"""Adds the commands that differ from setuptools' own. The package's metadata is in pyproject.toml."""
+"""Defines the build commands that differ from setuptools' own. The package's metadata is in pyproject.toml."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ from setuptools.command.egg_info import egg_info
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # pip does not put this folder on the path
 import build_library
 
-# Gives all files in a wheel hatch's date, unless the user sets one, so that two builds give the same bytes.
+# All files in a wheel get the date that hatch uses, unless the user sets one, so that two builds give the same bytes.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1580601600")
 
 
@@ -39,7 +39,7 @@ class StableWheel(bdist_wheel):
 
     def write_wheelfile(self, *args: Any, **options: Any) -> None:
         super().write_wheelfile(*args, **options)
-        for path in Path(self.bdist_dir).rglob("*"):  # the modes of git's files depend on the umask of the user
+        for path in Path(self.bdist_dir).rglob("*"):  # the modes of a checkout's files depend on the user's umask
             if path.is_file():
                 path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
 
@@ -53,7 +53,7 @@ class StableWheel(bdist_wheel):
 
 
 class TaggedVersion(egg_info):
-    """Sets the tag after setup.cfg is read, because the setup.cfg of a source distribution has an empty tag."""
+    """Sets the version's tag after setup.cfg is read, because in a source distribution setup.cfg has an empty tag."""
 
     def finalize_options(self) -> None:
         self.tag_build = tag()
@@ -75,7 +75,7 @@ def fetch_torch(folder: str) -> None:
 
 
 def tag() -> str:
-    """Returns the local version of a wheel, as torch's, so that builds for the CPU and for CUDA differ by name."""
+    """Returns a wheel's local version, +cpu or such as +cu130, by which builds for the CPU and for CUDA differ."""
     if "sdist" in sys.argv:
         return ""
     nvcc = build_library.find_nvcc()

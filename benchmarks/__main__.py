@@ -1,8 +1,8 @@
 """python -m benchmarks times the ops (run.py). Its commands compare, plot and report show results.
 
-host times a call of layer_norm layer by layer, and host_ops a call of every op. linear_loss times linear_cross_entropy
-beside its matrix products, and norm_plans the shapes of the norms' GPU kernels. processes times the training step of an
-example on one process and on several.
+host times what a call of layer_norm costs the host in each software layer, and host_ops times a call of every op.
+linear_loss times linear_cross_entropy beside its matrix products. norm_plans times the norms' GPU kernels in each shape
+that they can have. processes times the training step of an example on one process and on several.
 """
 
 import importlib

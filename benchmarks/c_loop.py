@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL:
 
 
 def recurrence(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    """Computes the recurrence of two-dimensional tensors, without gradients."""
+    """Computes linear_recurrence for two-dimensional tensors, without gradients."""
     h = torch.empty_like(b)
     steps, lines = b.shape if dim == 0 else reversed(b.shape)
     function = getattr(library(), f"{'columns' if dim == 0 else 'rows'}_{NAMES[b.dtype]}")

@@ -1,4 +1,4 @@
-"""Prints what became faster or slower from one results file to another, beyond the spread of both."""
+"""Prints which calls are faster or slower in one results file than in another, by more than the spread of both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Change:
 
     @property
     def beyond(self) -> bool:
-        """Returns whether the ranges from the 10 % to the 90 % quantile do not overlap."""
+        """Returns whether the times before and after have ranges, from 10 % to 90 %, that do not overlap."""
         return self.after["low"] > self.before["high"] or self.after["high"] < self.before["low"]
 
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("The two files have no measurement in common.")
         return 0
     table = Table()
-    table.add_column("what", overflow="fold")  # may wrap, so that a narrow terminal has room for the figures
+    table.add_column("what", overflow="fold")  # this column may wrap, so that the figures fit
     for heading in ("before us", "after us", "change"):
         table.add_column(heading, justify="right", no_wrap=True)
     beyond = sorted((change for change in found if change.beyond), key=lambda change: -change.ratio)

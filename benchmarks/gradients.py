@@ -1,11 +1,11 @@
 """Judges the bfloat16 gradients of a model or a loss by those in float32 or float64.
 
 Two figures are computed for each gradient g and its exact value e: the distance |g - e| / |e|, and the scale <g, e> /
-<e, e> - 1. A contender may have twice the distance of the stock model, and a scale twice as far from 0. Both compute
-the same roundings in another order, so that their errors have the same size: on models of 16 and 24 layers, a
-contender's distance was at most 1.3 times the stock model's. The errors of a gradient's elements are nearly independent
-and hardly change the scale. The scale therefore shows a factor of 1.05, even if the distance would allow more. Both
-bounds are at least two roundings to bfloat16.
+<e, e> - 1. A contender may have twice the stock model's distance, and a scale twice as far from 0 as the stock model's.
+Contender and stock model make similar roundings in another order, so that their errors have the same size: on models of
+16 and 24 layers, a contender's distance was at most 1.3 times the stock model's. The errors of a gradient's elements
+are nearly independent and hardly change the scale. The scale therefore shows that a gradient is 1.05 times too large,
+even if the distance would allow that. Neither bound is below two roundings to bfloat16.
 """
 
 import math
@@ -17,8 +17,8 @@ from torch import Tensor
 
 FLOOR = 2 * torch.finfo(torch.bfloat16).eps
 FACTOR = 2
-# The largest distance that the stock model's gradients may have. Others may have twice the stock model's distance,
-# which must stay below 1, the distance of zeros.
+# The largest distance that the stock model's gradients may have. Twice this distance, which contenders may have, must
+# stay below 1, the distance of a gradient of zeros.
 STOCK = 0.4
 
 
@@ -42,7 +42,7 @@ def error(gradient: Tensor | None, exact: Tensor) -> Error:
 
 
 def worst_line(gradient: Tensor, exact: Tensor) -> Error:
-    """Returns the largest distance and scale of the lines of a matrix, each judged on its own."""
+    """Returns the largest distance and the largest scale of the rows of a matrix, each row compared on its own."""
     got, sizes = gradient.to(exact.dtype), exact.norm(dim=1)
     is_zero, sizes = sizes == 0, torch.where(sizes == 0, 1, sizes)
     distances, scales = (got - exact).norm(dim=1) / sizes, (got * exact).sum(1) / sizes**2 - 1
@@ -66,7 +66,7 @@ def wrong_stock(found: Mapping[str, Error]) -> str | None:
 def wrong(
     found: Mapping[str, Error], stock: Mapping[str, Error], floor: float = FLOOR, what: str = "the gradient of "
 ) -> str | None:
-    """Describes the first gradient that exceeds its bound, or returns None."""
+    """Describes the first gradient whose error exceeds its bound, or returns None."""
     for name, each in found.items():
         for figure in ("distance", "scale"):
             value, bound = getattr(each, figure), max(FACTOR * abs(getattr(stock[name], figure)), floor)

@@ -1,7 +1,7 @@
-"""Times what a call costs the host, layer by layer, by layer_norm of a tensor so small that the kernel hardly counts.
+"""Times what a call of layer_norm costs the host in each software layer. For the small tensor the kernel hardly counts.
 
-Each figure is the time of a batch of calls divided by their number. It waits for a GPU only between batches. The ways
-take turns.
+Each figure is the time of a batch of calls divided by their number. The host waits for a GPU only between batches. The
+ways to call layer_norm take turns.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
 
 ROWS, COLS, EPS = 8, 512, 1e-5
-CALLS = 50  # calls per batch, which most often end before the system interrupts, and fit into a GPU's queue
+CALLS = 50  # calls per batch: few enough to end before the system interrupts, and to fit into a GPU's queue
 
-# The mode of each pass, and the ways that are left out because they do the same as another way without autograd.
+# For each pass its grad mode, and the ways to call layer_norm that are left out, because they do what another way does.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "forward, inference_mode": (torch.inference_mode, {"register_autograd", "by hand"}),
     "forward, no_grad": (torch.no_grad, {"by hand", "kernel", "shim"}),
@@ -35,7 +35,7 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 
 @functools.cache
 def formulas() -> dict[str, dict[str, Any]]:
-    """Returns backward, setup_context and plain of each differentiable operator, from a copy of the table in ops.py."""
+    """Returns backward, setup_context and plain of each differentiable operator, by running a copy of ops.py."""
     found = {}
 
     def note(op: str, *, backward: Any, setup_context: Any = None, plain: Any = None, **others: Any) -> None:
@@ -51,14 +51,15 @@ def formulas() -> dict[str, dict[str, Any]]:
 
 
 def by_position(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Converts a backward for PyTorch's register_autograd, with the gradients in the order of the arguments."""
+    """Converts a backward of this package, which returns a dictionary, to one for torch.library.register_autograd,
+    which returns the gradients in the order of the arguments."""
     names = [argument.name for argument in operator._schema.arguments]
     return lambda ctx, *grads: tuple(map(backward(ctx, *grads).get, names))
 
 
 @contextlib.contextmanager
 def registered_plainly(op: str) -> Iterator[None]:
-    """Registers an operator and its backward operator by PyTorch's own register_autograd instead of ours.
+    """Registers an operator and its backward operator by torch.library.register_autograd in place of this package's.
 
     `_ops` then has a function that only calls the operator. A backward pass that is not differentiated itself still
     runs the no-grad overload of the backward operator, as if that operator had no derivative.
@@ -75,7 +76,7 @@ def registered_plainly(op: str) -> Iterator[None]:
     try:
         for name in names:
             full = autograd.qualified(name)
-            del autograd.registrations[full]  # PyTorch refuses a second registration
+            del autograd.registrations[full]  # PyTorch allows only one registration at a time
             del calls.DIRECT[full]
             backward = by_position(calls.overload_of(full), formulas()[name]["backward"])
             setup_context = formulas()[name]["setup_context"]
@@ -89,7 +90,7 @@ def registered_plainly(op: str) -> Iterator[None]:
 
 
 class Calls:
-    """Calls layer_norm once in each way, forward alone or with its backward."""
+    """Makes functions that call layer_norm in one of the ways in WAYS, forward alone or with the backward."""
 
     def __init__(self, device: str) -> None:
         self.x, self.grad_out = (torch.randn(ROWS, COLS, device=device) for _ in range(2))
@@ -162,7 +163,7 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
             plain.close()
             if way == "register_autograd":
                 plain.enter_context(registered_plainly("layer_norm"))
-            one[way](2)  # untimed, because the previous ways have changed the caches and the registration
+            one[way](2)  # untimed, because the other ways' calls have changed the caches and the registration
             if device == "cuda":
                 torch.cuda.synchronize()
 
@@ -176,7 +177,7 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches").parse(arguments)
-    torch.set_num_threads(1)  # waiting for more threads would be timed, and the tensor is too small for them
+    torch.set_num_threads(1)  # the tensor is too small for several threads, and waiting for them would be timed
     about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
     origin = results.run(options.device)("layer_norm")
     rows = [row | origin for row in measure(options.device, options.rounds)]

@@ -1,8 +1,8 @@
 """Times what a call of every op costs the host, beside the same operator under torch.library.register_autograd.
 
-Kernels, formulas and the code before the operator are the same for both. With the plain registration, a backward runs
-an operator without a derivative, as a user's own would. Tensors are so small that the kernels hardly count. The two
-ways take turns. Each figure is the time of a batch of calls divided by their number.
+Kernels, formulas and the Python code before the operator are the same for both registrations. With torch.library's, a
+backward runs an operator without a derivative, as in a user's own package. Tensors are so small that the kernels hardly
+count. The two registrations take turns. Each figure is the time of a batch of calls divided by their number.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ PASSES = ("forward, grad", "forward and backward")
 
 
 def timed_specs() -> list[OpSpec]:
-    """The differentiable ops. Not those of lists, to whose setup_context torch.library says otherwise what needs
-    gradients."""
+    """Returns the specs of the differentiable ops, except ops of lists: torch.library gives their setup_context a
+    needs_input_grad of another form."""
     return [spec for spec in all_specs() if spec.differentiable and not spec.lists]
 
 
@@ -42,7 +42,7 @@ def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
     inputs, is_operator = leaves(sample), spec.function is getattr(_ops, spec.name)
 
     def function() -> Any:
-        called = getattr(_ops, spec.name) if is_operator else spec.function  # registered_plainly() replaces the former
+        called = getattr(_ops, spec.name) if is_operator else spec.function  # registered_plainly() changes _ops
         return called(*sample.args, **sample.kwargs)
 
     grads = [torch.ones_like(y) for y in as_tuple(function()) if y.requires_grad]
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = BenchmarkParser("benchmarks host_ops", __doc__, "out/host-ops-DEVICE.json", 51, "batches")
     parser.add_argument("--op", nargs="+", choices=specs, default=list(specs), metavar="OP", help="(default: all)")
     options = parser.parse(arguments)
-    torch.set_num_threads(1)  # waiting for more threads would be timed, and the tensors are too small for them
+    torch.set_num_threads(1)  # the tensors are too small for several threads, and waiting for them would be timed
     about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
     origin = results.run(options.device)
     rows = [row | origin(op) for op in options.op for row in measure(specs[op], options.device, options.rounds)]

@@ -2,12 +2,13 @@
 
 Whole lines are judged at their full length: the first, the last and 62 that a seed draws. A line is a row, or a column
 for ops along the first dimension, or a token for the rotary embedding. Sums over lines, such as mean losses and weight
-gradients, are judged with all lines. Before the last call other numbers are written into its inputs or, for a backward,
+gradients, are judged over all lines. Before the last call other numbers are written into its inputs or, for a backward,
 into the gradients of its outputs, so that a result kept from an earlier call is wrong.
 
-Our results are judged element by element. Another contender may also round each step of its formula to its dtype, as
-PyTorch does. Each of its lines may then be twice as far from the exact one as the farthest line of the reference in
-that dtype (gradients.py), and a sum over lines twice as far as that of eager PyTorch. Errors must stay below a quarter.
+The results of this package's op are judged element by element. Another contender may also round each step of its
+formula to its dtype, as PyTorch does. Each line of its result may then be twice as far from the exact line as the
+farthest line of the reference in that dtype (gradients.py), and a sum over lines twice as far from the exact sum as
+that of eager PyTorch. Relative errors must stay below a quarter.
 """
 
 import itertools
@@ -40,7 +41,8 @@ def tensors(sample: Sample) -> list[Tensor]:
 
 
 class Judge:
-    """Judges the contenders of one case. `other` is a second sample of the same shapes."""
+    """Judges the contenders of one case. `other` is a second sample of the same shapes, whose numbers replace those of
+    `sample` before the last call."""
 
     def __init__(
         self, spec: OpSpec, sample: Sample, other: Sample, seed: int = 0, eager: Callable[..., Any] | None = None
@@ -61,7 +63,7 @@ class Judge:
         self._mask: Tensor | None = None
 
     def backward(self, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
-        """Returns a call that differentiates one kept forward. All contenders get the same grad_outs."""
+        """Calls a contender's forward, and returns a call of its backward. All contenders get the same grad_outs."""
         outputs = as_tuple(function(*self.sample.args, **self.sample.kwargs))
         self.outputs[name] = outputs
         outputs = tuple(x for x in outputs if x.requires_grad)
@@ -73,7 +75,7 @@ class Judge:
         for now, later in self.grads or zip(tensors(self.sample), tensors(self.other), strict=True):
             now.data.copy_(0.5 * later.data)  # halved, because two draws of many numbers have nearly equal means
         poison = [torch.full_like(self.sample.args[0], float("nan")) for _ in range(4)]
-        del poison  # new memory is now full of NaN, so that an element that no kernel writes is wrong
+        del poison  # new tensors now get memory full of NaN, so that an element that no kernel writes is wrong
 
     def judge(self, name: str, result: Any) -> None:
         if name in self.skipped:
@@ -84,13 +86,13 @@ class Judge:
             if name != "ours":
                 far_away = self.far_away(name, outputs, values)
                 message = message and far_away
-        except Exception as error:  # raised for a result of another kind
+        except Exception as error:  # raised, for example, if a result is not a tensor
             message = f"{type(error).__name__}: {error}"
         if message is not None:
             self.wrong[name] = f"wrong, {message}"[:300]
 
     def message(self, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
-        """Says what is wrong with a result, or returns None. With `outputs`, it is the result of a backward."""
+        """Says what is wrong with a result, or returns None. For a backward, `outputs` are its forward's results."""
         got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
         some = rule.Result(tuple(map(self.of_lines, got.outputs)), list(map(self.of_lines, got.gradients)))
         expected = self.expected()
@@ -105,7 +107,7 @@ class Judge:
         return None
 
     def far_away(self, name: str, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
-        """Says which tensor of another contender is too far from the exact one, or returns None."""
+        """Says which tensor of a contender's result is too far from the exact one, or returns None."""
         got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
         lines, sums = {}, {}
         for number, (what, x) in enumerate(got.tensors()):
@@ -116,7 +118,7 @@ class Judge:
                 sums[what] = gradients.error(x.detach(), list(self.sums(outputs).exact.tensors())[number][1])
             else:
                 lines[what] = self.error(self.of_lines(x), number)
-        most = 0.125  # a contender with larger errors computes something else
+        most = 0.125  # half the largest error allowed; a contender with larger errors computes something else
         if name == "eager":
             self.stock_sums = sums
         beside = self.stock(outputs is not None) | {what: self.stock_sums.get(what, Error(most, most)) for what in sums}
@@ -152,7 +154,7 @@ class Judge:
         return self._stock
 
     def is_sum(self, x: Tensor) -> bool:
-        """Returns whether a result is a sum over lines: a mean loss, or the gradient of a weight."""
+        """Returns whether a result is a sum over all rows (or columns): a mean loss, or the gradient of a weight."""
         if not self.spec.bench.by_lines:
             return False
         return x.dim() == 0 or (x.dim() == 1 and self.has_weights() and x.shape[0] == self.sample.args[0].shape[-1])
@@ -161,15 +163,16 @@ class Judge:
         return any(x.dim() == 1 for x in leaves(self.sample))
 
     def of_lines(self, x: Tensor, lines: Sequence[int] | None = None) -> Tensor:
-        """Returns the chosen lines of a tensor. A weight belongs to all lines, and is returned as a whole."""
+        """Returns some lines (rows, columns or tokens) of an input or a result, those of self.lines by default. A
+        weight or its gradient, which has no lines, is returned as a whole."""
         if not self.spec.bench.by_lines or x.dim() == 0 or (x.is_floating_point() and self.is_sum(x)):
             return x.detach()
         index = torch.tensor(self.lines if lines is None else lines, device=x.device)
         return x.detach().index_select(self.dim, index)
 
     def call_on(self, lines: Sequence[int]) -> tuple[Sample, list[Tensor]]:
-        """Returns the call on some lines, and the gradients of its outputs. The gradient of a mean is scaled, because
-        the mean of fewer lines divides by fewer."""
+        """Returns the arguments of the call for some lines alone, and the gradients of its outputs. The gradient of a
+        mean over all lines is scaled for the mean over these lines, which divides by fewer."""
 
         def one(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.shape == (1,):  # a seed
@@ -182,7 +185,7 @@ class Judge:
         return sample, [self.of_lines(grad, lines) * (share if grad.dim() == 0 else 1) for grad, _ in self.grads]
 
     def part(self, lines: Sequence[int]) -> rule.Expected:
-        """Returns the expected results of some lines."""
+        """Returns the expected results of the call on some lines alone."""
         sample, given = self.call_on(lines)
         grads = itertools.cycle(given)
 
@@ -191,7 +194,7 @@ class Judge:
 
         with self.masks(lines):
             expected = rule.expect(self.spec, sample, grad_out)
-            expected.whole.known_terms  # noqa: B018  # computed while the masks are those of the lines
+            expected.whole.known_terms  # noqa: B018  # computed here, while these lines' masks are set
         return expected
 
     def expected(self) -> rule.Expected:
@@ -200,7 +203,8 @@ class Judge:
         return self._expected
 
     def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
-        """Returns what is exact for results that are sums over all lines. Backward reads `outputs`, if given."""
+        """Returns the exact values of results that are sums over all lines, and the terms of their error bounds.
+        `outputs` are the results of the forward, if a backward is judged."""
         if self._sums is not None:
             return self._sums
         found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
@@ -216,7 +220,7 @@ class Judge:
         return found
 
     def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
-        """Adds the sums of one more chunk, whose lines are this share of all lines."""
+        """Adds to `before` the sums over the lines of one more chunk. `share` is the chunk's share of all lines."""
         exact = [x for _, x in truth.exact.tensors()]
         scaled = [x * share if x.dim() == 0 else x for x in exact]
         sizes = [
@@ -233,7 +237,7 @@ class Judge:
 
     @contextmanager
     def masks(self, lines: Sequence[int]) -> Iterator[None]:
-        """Gives the reference's dropout the mask that these lines have in the whole tensor."""
+        """Makes the reference's dropout apply the mask that these lines have in the whole tensor."""
         seeds = [x for x in self.sample.args if isinstance(x, Tensor) and x.shape == (1,)]
         if not seeds:
             yield

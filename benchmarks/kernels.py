@@ -11,7 +11,8 @@ CSRC = ROOT / "extension_cpp" / "csrc"
 
 
 def folder(op: str, sources: dict[str, str]) -> str:
-    """Returns the folder whose shim registers the op. Names of benchmark variants begin with the op's name."""
+    """Returns the folder of csrc/ whose shim registers the op. `op` may be a benchmark's variant of an op, whose name
+    begins with the op's name."""
     words = op.split("_")
     for count in range(len(words), 0, -1):
         schema = f'"{"_".join(words[:count])}('

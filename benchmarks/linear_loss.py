@@ -1,8 +1,8 @@
-"""Times linear_cross_entropy, forward and backward, beside its three matrix products alone and beside other ways.
+"""Times linear_cross_entropy, forward and backward, beside its three matrix products alone and other implementations.
 
-Every way must compute the products: the logits, and the gradients of the input and of the weight. Peak memory does not
-include the inputs and the gradients of a call. The loss and every line of both gradients of the last timed call are
-compared with float64. A wrong result ends the program.
+Every implementation must compute the three products: the logits, and the gradients of the input and of the weight. Peak
+memory does not include the inputs and the gradients of a call. The loss and every row of both gradients of the last
+timed call are compared with float64. A wrong result ends the program.
 """
 
 import functools
@@ -18,7 +18,7 @@ from benchmarks import gradients, peers, results, table
 from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, take_turns
 
-# Rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head whose calls take seconds.
+# SHAPES has rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head whose calls take only seconds.
 ROWS = 512  # rows whose float64 logits are in memory at a time
 SHAPES = {"cuda": (8192, 2048, 128256), "cpu": (512, 512, 8192)}
 
@@ -36,7 +36,7 @@ def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def eager_float32(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Computes the loss as transformers does."""
+    """Computes the loss from float32 logits, as transformers does."""
     return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight).float(), target)
 
 
@@ -66,7 +66,7 @@ def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 
 
 class Judge:
-    """Compares every way with float64, and allows errors relative to those of eager PyTorch."""
+    """Compares the results of every implementation with float64. The errors allowed depend on eager PyTorch's."""
 
     def __init__(self, x: Tensor, weight: Tensor, target: Tensor) -> None:
         self.inputs, self.others = (x, weight), (x.detach().flip(0), weight.detach().flip(0))

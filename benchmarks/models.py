@@ -83,7 +83,7 @@ NARROW = {
 
 
 def narrow(name: str, batch: int, tokens: int, **layers: int) -> Shape:
-    """Returns the model with few columns, on few tokens. An image always has five tokens."""
+    """Returns the Shape of a model with few columns and few tokens. A model of images always has five tokens."""
     shape = SHAPES[name]
     config = shape.config | NARROW[name] | {key: count for key, count in layers.items() if key in shape.config}
     return Shape(shape.model, config, batch, 5 if "image_size" in config else tokens)
@@ -219,7 +219,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
     beside: dict[str, gradients.Error] = {}
     found: dict[str, Any] = {}
     for name, contender in [*contenders.items()]:
-        contender.model.train(not has_dropout)  # a change to eval mode may compile again
+        contender.model.train(not has_dropout)  # evaluation only where needed, since a change may compile again
         try:
             loss = contender.loss().item()
             errors = gradients.errors({key: each.grad for key, each in stock.named_parameters()}, exact)
@@ -253,7 +253,8 @@ def kernel_seconds(step: Callable[[], object]) -> float:
     return 1e-6 * statistics.median(sums)
 
 
-# All compiled contenders share the code of one class. Beyond this limit they would silently run in eager mode.
+# All compiled contenders share the code of one class, so torch.compile counts their compilations together. Beyond its
+# limit it would silently run them in eager mode.
 @torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the figures by contender, and the functions that the converted model's modules call."""

@@ -1,7 +1,7 @@
-"""Times the shapes of the norms' GPU kernels, which are the rows of the table in csrc/rows/plan.h.
+"""Times the norms' GPU kernels in each shape that they can have: each row of the table in csrc/rows/plan.h.
 
-At each width all rows of the table that allow it take turns with each other and with a copy of memory. The figures go
-into a CSV file with one line per shape. A row of the table is useful if some width is 5 % slower without it.
+At each width all shapes that allow this width take turns with each other and with a copy of memory. The figures go into
+a CSV file with one line per shape. A shape is useful if some width is 5 % slower without it.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def allow(shapes: int) -> None:
-    """Sets which rows of the table may be picked, with one bit for each row."""
+    """Sets which rows of the table in plan.h the library may pick, with one bit of `shapes` for each row."""
     ctypes.CDLL(str(LIBRARY)).extension_cpp_norm_allow(ctypes.c_uint64(shapes))
 
 
@@ -41,7 +41,7 @@ def plan_of(case: run.Case) -> dict[str, str]:
 
 
 def plans(case: run.Case) -> dict[int, dict[str, str]]:
-    """Returns the plan for each row of the table that allows the case."""
+    """Returns the plan of each shape that can run the case, by the shape's row in the table of plan.h."""
     found = {}
     try:
         for shape in range(info.ask_library_number("norm_plan_shapes")):
@@ -55,7 +55,7 @@ def plans(case: run.Case) -> dict[int, dict[str, str]]:
 
 
 def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, object]]:
-    """Yields the lines of the file for a case."""
+    """Times a case, and yields a line of the CSV file for each shape."""
     sample = run.make_sample(case, device, case.rows)
     source = torch.empty(int(case.floor_bytes() / 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -1,16 +1,16 @@
 """Calls other libraries' kernels for the same work: installed libraries on a GPU, a loop in C (c_loop.py) on the CPU.
 
-A peer is called with the op's arguments, which have the same meaning. The libraries differ in these points:
+A peer gets the arguments of this package's op, with the same meaning. The libraries differ in these points:
 * Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
-  grad_out unless in_place is False. Here it gets these options, so that it does neither, like the other libraries.
+  grad_out unless in_place is False. Here it gets "gemma" and False, so that it does neither, like the other libraries.
 * quack's LayerNorm is left out, because it has no autograd.
-* Liger's gates write the gradients over gate and up in their backward pass: the same traffic, but the inputs are lost.
-  Its geglu approximates GELU by tanh.
+* Liger's gates write the gradients over gate and up in their backward pass. This moves as many bytes as new tensors
+  would, but the inputs are lost. Liger's geglu approximates GELU by tanh.
 * Liger's cross-entropy is left out, because its forward pass writes the gradient over the logits.
-* accelerated-scan scans along the last dimension, whose length must be a power of two. Its import compiles it.
-* PyTorch's associative_scan is no public function yet. torch.compile makes its kernel with dynamic=False, because it
-  has none for dynamic shapes. Its own backward needs memory for the square of the length, so that the gradients are
-  those of examples/recurrent_text.py, with two more kernels.
+* accelerated-scan scans along the last dimension, whose length must be a power of two. Importing it compiles it.
+* PyTorch's associative_scan is not public yet. torch.compile makes its kernel with dynamic=False, because it makes none
+  for dynamic shapes. Its own backward needs memory for the square of the length, so the gradients are computed as in
+  examples/recurrent_text.py, with two more kernels.
 * Liger's rotary embedding works in place if the heads of a token are adjacent in memory, as they are here. Each call
   rotates its inputs further, but reads and writes as many bytes as the other libraries.
 """
@@ -38,7 +38,7 @@ LIBRARIES = {
 
 @functools.cache
 def _of(path: str) -> Any:
-    """Imports what a path module.attribute names, when a peer is called, because a library may be absent."""
+    """Imports what a path module.attribute names, only when a peer is called, because a library may be absent."""
     module, name = path.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)
 

@@ -20,7 +20,7 @@ from benchmarks import results
 from extension_cpp.__main__ import Parser
 from tests.opspec import timed_specs
 
-# Okabe and Ito's colours, which colour-blind people can tell apart. Markers tell them apart in print.
+# Okabe and Ito's colours, which colour-blind people can tell apart. In print without colours the markers differ.
 LOOKS = {
     "ours": ("#0072B2", "o"),
     "eager": ("#E69F00", "s"),
@@ -69,7 +69,7 @@ def one_panel(title: str, height: float) -> tuple[Figure, Axes]:
 
 
 def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
-    """Draws widths of whole vectors as a line, and odd widths apart on the right."""
+    """Draws percent of copy over width. Multiples of 8 are joined by a line, and other widths stand on the right."""
     rows = sorted(rows, key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
     even = sum(row["cols"] % 8 == 0 for row in rows)
     axes.axhline(100, **LIMIT, label="copy")
@@ -194,7 +194,7 @@ def gigabytes(row: results.Row, name: str) -> float:
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns operations and moved elements per element of x, for each op and pass whose spec counts them."""
+    """Returns the arithmetic operations and moved elements per element of x, for each op and pass that counts them."""
     found = {}
     for spec in timed_specs():
         for i, step in enumerate(("forward", "backward")):
@@ -286,7 +286,8 @@ def svg(figure: Figure, description: str | None = None) -> str:
 
 
 def published(name: str) -> str:
-    """Returns the picture as text. Its description is the digest of its rows, by which a test finds a stale picture."""
+    """Returns a published picture as SVG text. Its description is the digest of the rows that it shows, by which a test
+    finds a stale picture."""
     source, ops, picture = PUBLISHED[name]
     figure = dict(pictures(ROOT / source, ops))[picture]
     rows = [row for row in results.read(ROOT / source)["rows"] if ops is None or row["op"] in ops]

@@ -1,4 +1,4 @@
-"""Times the training step of examples/train_text.py on one process and on several, with the same batch in all.
+"""Times the training step of examples/train_text.py on one process, and on several that share a batch of equal size.
 
 On GPUs each process has one GPU, and the model has 870 million parameters, enough to keep a GPU busy. A step is that of
 the example: compiled, under bfloat16 autocast, some forwards and backwards, one exchange of gradients, AdamW.
@@ -95,7 +95,7 @@ def process(
 
 
 def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
-    """Ends the program if a loss or a gradient is wrong. `beside` are the errors of one process."""
+    """Ends the program if a loss or a gradient is wrong. `beside` has the errors of the run on one process."""
     for ops, figure in figures.items():
         first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
         if not beside:
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = f"{parallel or 'alone'} {count}"
             check(place, figures, beside)
             rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]
-            results.write(options.path, found)  # keeps these figures if the next ones fail
+            results.write(options.path, found)  # keeps these figures if a later run fails
     finish(options.path, found, table.processes)
     return 0
 

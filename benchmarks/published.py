@@ -10,12 +10,12 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.table import MARK, are_older, markdown, runs, table
 
-# The summaries in docs/performance.md: the rows of an op at some widths. A goal stands for float32 and bfloat16.
+# The rows of the summary tables in docs/performance.md: an op, some widths, and a goal for float32 and bfloat16.
 LINES = list(csv.DictReader(Path(__file__).with_name("summaries.csv").read_text().splitlines()))
 
 
 def read(stem: str) -> tuple[list[results.Row], str]:
-    """Returns the rows of large tensors of a file, with the largest number of threads, and the device."""
+    """Returns the rows of a results file that timed large tensors with the most threads, and the device's name."""
     found = results.read(results.PUBLISHED / f"{stem}.json")
     rows = [row for row in found["rows"] if results.sizes(row) == "large"]
     most = max(row.get("threads", 0) for row in rows)
@@ -23,7 +23,7 @@ def read(stem: str) -> tuple[list[results.Row], str]:
 
 
 def best_peer(row: results.Row) -> list[float]:
-    """Returns the percent of copy of the best peer, or nothing if every peer is wrong or raised."""
+    """Returns a list with the percent of copy of the best peer, or an empty one if each peer is wrong or raised."""
     return sorted(percent for name, percent in row["percent_of_copy"].items() if name != "ours")[-1:]
 
 
@@ -54,7 +54,7 @@ def source(stem: str, rows: Sequence[results.Row], device: str) -> str:
 
 
 def summary(name: str) -> str:
-    """Returns the table with percent of copy of our ops and of the best peers."""
+    """Returns a summary table of docs/performance.md, with percent of copy of our ops and of the best peers."""
     lines = [line for line in LINES if line["table"] == name]
     rows, device = read(lines[0]["file"])
     widths = [list(map(int, line["widths"].split())) for line in lines]
@@ -82,7 +82,8 @@ OVERVIEW_FILES = ("h100", "h100-gates", "h100-losses")
 
 
 def overview() -> str:
-    """Returns a table of percent of copy in bfloat16: a line per op, ours and the best other, the winner in bold."""
+    """Returns a table of percent of copy in bfloat16, with a row for each op: our figure, the best peer's, and the
+    higher one in bold."""
     lines, said = {}, []
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)
@@ -104,7 +105,7 @@ def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
 
 
 def training(model: str) -> str:
-    """Describes a step of a model unchanged, compiled at its best, and converted without compiling."""
+    """Describes a model's training step: unchanged, compiled in the fastest way, and converted without compiling."""
     found = results.read(results.PUBLISHED / "models-h100.json", ("model", "way", "seconds"))
     rows = {row["way"]: row for row in found["rows"] if row["model"] == model}
     best = "stock compiled, no mask" if "stock compiled, no mask" in rows else "stock compiled"
@@ -163,13 +164,13 @@ def whole(stem: str) -> str:
 
 
 CURVES = ("train-text-cpu", "train-text-h100", "recurrent-text-cpu", "recurrent-text-h100")
-# Files whose whole table is on a page of the repository.
+# For each page of the repository, the results files whose whole tables are on it.
 WHOLE = {
     "docs/performance_training.md": ("models-h100", "linear-loss-h100"),
     "docs/scan.md": ("scan-steps-h100",),
     "docs/distributed.md": ("processes-h100", "processes-h100-65536-bytes"),
 }
-# Files whose tables are only on the site, by the heading above them.
+# Results files whose tables are only on the site, by the heading above their tables.
 ON_THE_SITE = {
     "GPU": ("h100", "h200", "h100-losses", "h100-strips", "h100-gates", "h100-scans"),
     "CPU": ("cpu", "cpu-xeon", "cpu-plain-malloc", "cpu-gates", "cpu-scans"),
@@ -190,7 +191,7 @@ def site_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# The page, the name in its markers, and the function that makes the text between them.
+# For each table: the page, the name in the page's markers, and the function that makes the text between the markers.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "speed", overview),
     ("README.md", "training", partial(training, "llama-3.2-1b")),

@@ -87,11 +87,12 @@ def is_older(row: Row, device: str) -> bool:
 
 
 def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
-    """Starts the next run of a file that has these rows. Returns a function that makes the origin of a row."""
+    """Starts the next run of a file that has these rows. Returns a function that makes the entries of a row that say
+    which run measured which kernels."""
     number, known = 1 + max((row["run"] for row in rows), default=0), commit()
 
     def of(*ops: str) -> Row:
-        """Returns the run, commit, ops and kernels of a row. The kernels of a tree with changes are not known."""
+        """Returns the run, commit, ops and kernels of a row. With uncommitted changes the kernels are not known."""
         kernel = kernels.digest(ops, device) if is_clean(known) else None
         return {"run": number, "commit": known, "of": list(ops), "kernel": kernel}
 
@@ -166,8 +167,8 @@ def other(rows: list[Row], key: str) -> list[Row]:
 def continued(
     path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass"), anew: bool = False
 ) -> dict[str, Any]:
-    """Returns the results in the file, with this run's description. Refuses a file from another machine or other
-    settings. With `anew`, or if there is no file, the results are empty."""
+    """Returns the results in the file, with this run's description. Ends the program if the file is from another
+    machine or has other settings. With `anew`, or if there is no file, the results are empty."""
     if anew or not path.exists():
         return {"machine": about, "rows": []}
     found = read(path, columns)

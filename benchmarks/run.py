@@ -1,8 +1,8 @@
 """Times every op's forward and backward beside eager PyTorch, torch.compile, other libraries and a copy of memory.
 
-The rows come from the tests' specs, so that a new op is measured without further code. An op's floor is the bytes of
-every input, read once, and of every output, written once. A figure is the floor divided by the time, in percent of the
-copy's bandwidth. A figure can exceed 100 with streaming stores, and for ops that write less than they read.
+The ops and their inputs come from the tests' specs, so that a new op is measured without further code. An op's floor is
+the bytes of every input, read once, and of every output, written once. A figure is the floor divided by the time, in
+percent of the copy's bandwidth. Streaming stores, and ops that write less than they read, can exceed 100.
 """
 
 import argparse
@@ -34,8 +34,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Half types with float32 weights. The weights are the inputs of one dimension.
 MIXED = ("bfloat16+float32", "float16+float32")
 SLOW = 100  # a call slower than 100 copies is timed once, and not in every round
-# Keeps large blocks in the process. By default glibc returns them to the operating system, and every call pays for page
-# faults, as a user's calls do (--plain-malloc).
+# Makes glibc keep large freed blocks in the process. By default it returns them to the operating system, and every call
+# pays for page faults, as a user's calls do (--plain-malloc).
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -60,8 +60,8 @@ class Case:
         return "backward" if self.backward else "forward"
 
     def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function as users call it: on a GPU, PyTorch's layer_norm takes no float32 weights with half
-        inputs."""
+        """Returns a function of PyTorch as users call it. For half inputs with float32 weights, which PyTorch's
+        layer_norm does not take on a GPU, it runs in float32."""
         return peers.in_float32(function) if self.dtype in MIXED and self.threads is None else function
 
     def floor_bytes(self) -> float:
@@ -74,7 +74,7 @@ class Case:
         return one if self.sizes == "large" else self.floor_bytes()
 
     def head(self) -> results.Row:
-        """Returns the row before its figures are measured."""
+        """Returns the entries of a row that say what is measured, without its figures."""
         row = {"op": self.spec.name, "pass": self.step, "dtype": self.dtype, "rows": self.rows, "cols": self.cols}
         return row | ({} if self.threads is None else {"threads": self.threads}) | {"sizes": self.sizes}
 
@@ -83,7 +83,7 @@ class Case:
 
 
 def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
-    """Parses an op, and its only width if a width follows after a colon."""
+    """Parses OP or OP:WIDTH. Returns the op, and the only width at which it is timed, or None for all widths."""
     name, _, width = text.partition(":")
     if name not in names:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r}")
@@ -146,7 +146,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
-    """Yields sizes, rows and columns."""
+    """Yields the shapes at which an op is timed: the value of --sizes, the rows and the columns."""
     largest = options.mib * 2**20 // itemsize
     if "large" in options.sizes:
         given = [width for name, width in options.op if name == spec.name and width is not None]
@@ -252,7 +252,7 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
     if case.threads is not None:
         torch.set_num_threads(case.threads)
-        torch._inductor.config.cpp.threads = case.threads  # otherwise cached code for another number would run
+        torch._inductor.config.cpp.threads = case.threads  # else code cached for other threads would run
     calls, judge, failed = prepare(case, options, libraries)
     spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
     slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
@@ -297,7 +297,7 @@ def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> No
 
 
 def show_group(console: Console, title: str, rows: list[results.Row], percents: bool) -> None:
-    """Prints the tables of some rows, in at most 80 columns."""
+    """Prints a table for each op and dtype of these rows, at most 80 columns wide."""
     names = results.names(rows)
     for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
         heads = ["copy\nGB/s", "ours\nus", *(f"{name}\n%" for name in names)]
@@ -314,7 +314,7 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
 
 
 def microseconds(row: results.Row, name: str) -> str:
-    """Returns the median. The file also has the range from 10 to 90 %, which the report shows."""
+    """Returns a contender's median. The results file also has the range from 10 to 90 %, which the report shows."""
     median = 1e6 * row["seconds"].get(name, {"median": 0.0})["median"]
     return f"{median:.{0 if median >= 100 else 1}f}"
 
@@ -330,7 +330,7 @@ def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def measure_all(
     console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
 ) -> Iterator[results.Row]:
-    """Measures the cases that are left, and yields the new rows. The file is written after each row."""
+    """Measures the cases `todo`, and yields the new rows. The file is written after each row."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
     origin = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.

@@ -16,9 +16,10 @@ Cells = Callable[[results.Row, list[str]], list[str]]
 Seconds = dict[str, float] | list[float]  # median, low and high, or the seconds of each step
 Figure = Callable[..., str]  # the function median or spread
 Table = tuple[list[str], list[list[str]]]  # the head and the lines
-OLDER = "older kernels"  # the kernels have changed since, or were timed with uncommitted changes
+OLDER = "older kernels"  # kernels that have changed since they were timed, or had uncommitted changes then
 MARK = " \u2020"
-# What host.py times, from the outside in. "by hand" is the leanest way with Python's autograd, for one op.
+# The ways to call layer_norm that host.py times, from the outermost software layer to the innermost. "by hand" does the
+# least work that is possible with an autograd.Function in Python.
 WAYS = {
     "native": "torch.nn.functional.layer_norm",
     "native operator": "torch.ops.aten.native_layer_norm.default",
@@ -123,7 +124,7 @@ def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def processes(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of milliseconds, with the speed-up over one process."""
+    """Makes a table of the milliseconds of a training step on one process and on several, with the speed-up."""
     found = {(row["place"], row["ops"]): row["seconds"] for row in rows}
     places, which = (list(dict.fromkeys(row[name] for row in rows)) for name in ("place", "ops"))
     body = []
@@ -137,8 +138,8 @@ def processes(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of milliseconds and percent of copy per shape, and of errors and repeatability of the widest
-    rows."""
+    """Makes a table of the scan steps of examples/scan_steps: milliseconds and percent of copy for each shape, and the
+    errors and repeatability for the widest rows."""
     shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in rows))
     body = []
     for step in dict.fromkeys(row["step"] for row in rows):
@@ -156,7 +157,8 @@ def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def host(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of microseconds, with one line for each way: its description, and its figure in each pass."""
+    """Makes a table of the host time per call of layer_norm in microseconds, with a row for each way to call it and a
+    column for each pass."""
     passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
     found = {(row["way"], row["pass"]): time(row["seconds"], scale=1e6) for row in rows}
     body = [[way, WAYS[way], *(found.get((way, name), "") for name in passes)] for way in WAYS if way in ways]
@@ -164,7 +166,8 @@ def host(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def host_ops(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of microseconds, with one line for each op, and in each pass both ways and their ratio."""
+    """Makes a table of the host time per call of each op in microseconds. For each pass it has the times with both
+    registrations of autograd, and their ratio."""
     passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
     found = {(row["op"], row["pass"], row["way"]): row["seconds"] for row in rows}
     body = []
@@ -178,7 +181,7 @@ def host_ops(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> None:
-    """Writes the results, and prints their table with the spread of each time."""
+    """Writes the results to the file, and prints their table with the spread of each time."""
     results.write(path, found)
     head, body = make(found["rows"], spread)
     settings = [str(value) for name, value in found.items() if name not in ("machine", "rows")]

@@ -17,9 +17,9 @@ Time = dict[str, float]  # seconds of one call: the median, and low and high, th
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Replays the call's kernels as a CUDA graph, without the host's work in Python and in allocation.
+    """Captures a call's kernels as a CUDA graph. Returns a function that replays them without the host's work.
 
-    The current stream must not be the default one, and a backward's forward must have run on it.
+    The current stream must not be the default one. For a backward, the forward must have run on the same stream.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -103,7 +103,8 @@ class BenchmarkParser(Parser):
         self.add_argument(self.option, dest="path", type=Path, help=f"where to write the figures (default: {file})")
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Refuses an impossible --rounds or --device, and to publish figures of uncommitted changes."""
+        """Parses the options. Ends the program if --rounds or --device is impossible, or if figures of uncommitted
+        changes would be published."""
         options = self.parse_args(arguments)
         if options.rounds < 9:
             self.error("argument --rounds: the spread from 10 to 90 % takes at least 9")

@@ -3,8 +3,8 @@
 The model is a minGRU (Feng et al. 2024, Were RNNs All We Needed?, arXiv:2410.01201). Its gates depend on the input
 alone, so that the state is a linear recurrence, h[t] = (1 - z[t]) * h[t - 1] + z[t] * candidate[t]. The model can run
 with three recurrences: this package's (--recurrence ours), a Python loop over the steps (loop), or PyTorch's
-associative_scan (torch). All start from the same weights and see the data in the same order, so that only rounding
-separates their loss curves, and the times of a step can be compared.
+associative_scan (torch). The three trainings start from equal weights and see the data in the same order, so that only
+rounding separates their loss curves, and the times of a step can be compared.
 """
 
 import argparse
@@ -48,9 +48,9 @@ LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets a
 
 
 def loop(a: Tensor, b: Tensor) -> Tensor:
-    """Computes the formula step by step."""
+    """Computes h[t] = a[t] * h[t - 1] + b[t] step by step."""
     h, states = torch.zeros_like(b[:, 0]), []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # a slice's gradient would fill (B, T, width)
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # each a[:, t] would have a gradient like a
         h = torch.addcmul(b_t, a_t, h)
         states.append(h)
     return torch.stack(states, dim=1)
@@ -70,7 +70,7 @@ def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     return states
 
 
-# Without dynamic=False, torch.compile would try one kernel for all shapes at a second shape, and fail.
+# At a second shape, torch.compile without dynamic=False would try to compile one kernel for all shapes, and fail.
 @torch.compile(fullgraph=True, dynamic=False)
 def states_of(a: Tensor, b: Tensor) -> Tensor:
     return scan(a, b, reverse=False)
@@ -84,8 +84,8 @@ def gradients_of(grad_h: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class AssociativeScan(torch.autograd.Function):
-    """Runs PyTorch's scan with the gradients of a recurrence. PyTorch 2.11's own backward of "pointwise" makes T x T
-    numbers for each of (B, width), and passes no gradient to a through the states."""
+    """Runs PyTorch's associative_scan, and computes the gradients by a recurrence. PyTorch 2.11's own backward of
+    "pointwise" makes T x T numbers for each of (B, width), and passes no gradient to a through the states."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_torch(settings: RunSettings) -> None:
-    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training uses this compiled code."""
+    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training reuses the code compiled here."""
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
@@ -159,7 +159,7 @@ def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> 
 
 
 class Training(demo_model.Training):
-    """The training of one model, with its loss curve."""
+    """Trains the model with one of the recurrences, and returns its loss curve."""
 
     def __init__(self, recurrence: str, text: Text, settings: RunSettings) -> None:
         torch.manual_seed(0)
@@ -201,7 +201,7 @@ def tabulate(folder: Path, curves: dict[str, Curve]) -> None:
 
 
 def draw(folder: Path, curves: dict[str, Curve]) -> Path:
-    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
+    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))

@@ -4,8 +4,8 @@ The model is a pre-norm transformer under bfloat16 autocast and torch.compile, w
 with torch.nn (--ops torch). With --ops ours, nn.convert and the linear loss give it this package's norms, rotary
 embedding, gates and loss. Initial weights and data are the same, so that the two loss curves differ only by rounding.
 
-The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. A run may therefore
-be killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
+The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. So a run may be
+killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
 
 Several processes share each batch if torchrun starts them (torchrun --nproc-per-node 2 examples/train_text.py
 --parallel fsdp). The checkpoint holds whole tensors, so that a run may continue with another number of processes, or
@@ -140,7 +140,7 @@ def language_model(ops: str, vocabulary: int, settings: Settings) -> LanguageMod
 
 
 class Training(demo_model.Training):
-    """The training of one model, with its checkpoint."""
+    """Trains one model, and saves and loads its checkpoint."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class Training(demo_model.Training):
         *,
         graphs: bool = False,
     ) -> None:
-        """`parallel` is how the processes of the group share the work, or None if this process trains alone. `graphs`
-        says whether CUDA graphs run the compiled model."""
+        """`parallel` says how the processes of the group share the work ("ddp" or "fsdp"); None: this process trains
+        alone. `graphs` says whether CUDA graphs run the compiled model."""
         torch.manual_seed(0)
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
@@ -182,7 +182,7 @@ class Training(demo_model.Training):
         return self.model
 
     def reduce_gradients(self, value: bool) -> None:
-        """Sets whether the next backward communicates, which is needed once per step."""
+        """Sets whether the next backward averages the gradients over the processes, which is needed once per step."""
         if self.parallel == "ddp":
             self.loss.require_backward_grad_sync = value
         elif self.parallel == "fsdp":
@@ -272,7 +272,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def draw(folder: Path, settings: Settings) -> Path:
     """Draws the curves of every run in the folder that has these settings."""
-    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
+    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -297,7 +297,7 @@ def draw(folder: Path, settings: Settings) -> Path:
 
 
 def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: str) -> None:
-    """Adds the options of both examples that train on text. `holds` names the files in the folder."""
+    """Adds the options that this example shares with recurrent_text.py. `holds` names the files in the --out folder."""
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
     parser.add_argument("--steps", type=positive, default=steps, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
@@ -337,7 +337,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise CannotRun("--graphs needs a GPU, torch.compile and a single process")
     training = Training(options.ops, text, settings, not options.no_compile, parallel, graphs=options.graphs)
     if options.restart and training.rank == 0:
-        checkpoint.unlink(missing_ok=True)  # else, if this run stops before it saves, the next would resume from it
+        checkpoint.unlink(missing_ok=True)  # else the next run could resume from it, if this one saves nothing
     if parallel:
         distributed.barrier()
     if checkpoint.exists():

@@ -1,17 +1,17 @@
 """PyTorch operators whose kernels are plain C (CPU) and CUDA C (GPU).
 
-Importing this package loads one shared library, which registers the operators as torch.ops.extension_cpp.*; the
-functions below call them, with autograd and torch.compile. `python -m extension_cpp info` says what was built and what
-this machine has.
+Importing this package loads one shared library, which registers the operators as torch.ops.extension_cpp.*. The
+package's functions call these operators and support autograd and torch.compile. `python -m extension_cpp info` says
+what was built and what this machine has.
 """
 
 import ctypes
 import sys
 from pathlib import Path
 
-__version__ = "0.2.0"  # _tag adds what the library was built for, as in a wheel's name: 0.2.0+cpu, 0.2.0+cu130
+__version__ = "0.2.0"  # _tag appends the library's CUDA version, as in the wheel's name: 0.2.0+cpu, 0.2.0+cu130
 
-if sys.version_info < (3, 10):  # noqa: UP036  # a checkout can be imported by any Python
+if sys.version_info < (3, 10):  # noqa: UP036  # pip checks the version, but any Python can import a checkout
     raise ImportError(
         f"extension_cpp needs Python >= 3.10, and {sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}."
     )
@@ -49,14 +49,14 @@ def _load() -> None:
 
 
 def _build_info() -> str:
-    """Returns the text that info.read_build parses. This module does not import info, which takes some milliseconds."""
+    """Returns the library's build information, which info.read_build parses. Importing info here would take longer."""
     function = ctypes.CDLL(str(LIBRARY)).extension_cpp_build_info
     function.restype = ctypes.c_char_p
     return function().decode()
 
 
 def _tag(build_info: str) -> str:
-    """Returns the suffix of the version of a wheel with this library (setup.py)."""
+    """Returns the version suffix, such as +cu130, that setup.py also gives to a wheel with this library."""
     cuda = build_info.split()[0].removeprefix("cuda=")  # "13.0" or "none"
     return "+cpu" if cuda == "none" else f"+cu{cuda.replace('.', '')}"
 
@@ -70,8 +70,8 @@ def _is_command() -> bool:
 
 
 def _writes_sources() -> bool:
-    """Returns whether Python runs a command that only writes source files. Such a command must not load torch and the
-    library, which takes seconds."""
+    """Returns whether Python runs a command that only writes source files. Such a command does not load torch and the
+    library, because loading them takes seconds."""
     return _is_command() and sys.argv[1:2] in (["new"], ["remove"], ["new-package"])
 
 
@@ -93,10 +93,10 @@ if not _writes_sources():
 
         __all__ += ops.__all__
         __version__ += _tag(_build_info())
-        # Registers the sharding rules when DTensors are imported. Users without DTensors do not pay for the import.
+        # The sharding rules are registered once the user imports torch.distributed.tensor. This package does not.
         after_import.after_import("torch.distributed.tensor", _attach_distributed)
     except (ImportError, AttributeError, RuntimeError) as error:
-        # torch raises the last two if the operator for which a fake or a gradient is registered does not exist.
+        # torch raises AttributeError or RuntimeError if a fake is registered for an operator that the library lacks.
         load_error = (
             error
             if isinstance(error, ImportError)
@@ -104,6 +104,6 @@ if not _writes_sources():
                 f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build."
             )
         )
-        # A command prints the error in one line, and `info` prints more.
+        # The commands of `python -m extension_cpp` print load_error themselves, in one line; `info` prints more.
         if not _is_command():
             raise load_error from error.__cause__

@@ -102,7 +102,7 @@ def add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def plan_arguments(options: argparse.Namespace) -> tuple[str, str, int, int]:
-    """Checks the words of --plan and returns the op, the dtype, and the rows and columns."""
+    """Checks the three arguments of --plan, and returns the op, the dtype and the numbers of rows and columns."""
     from .command import info
 
     op, dtype, shape = options.plan
@@ -140,7 +140,7 @@ def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
 
 
 def missing_for(what: str) -> str:
-    """Returns a message that names the missing packages of the demo, or an empty string if none is missing."""
+    """Returns a message that names the packages of DEMO_NEEDS that are not installed, or "" if none is missing."""
     names = " ".join(name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None)
     return f"{what} needs {names}, not installed here: {sys.executable} -m pip install {names}" if names else ""
 
@@ -185,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Exits with the status of main(). An interrupt or a closed pipe (`info | head`) ends it without a traceback."""
+    """Runs main() and exits with its status. An interrupt or a closed pipe (`info | head`) causes no traceback."""
     try:
         try:
             status = main()

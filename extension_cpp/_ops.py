@@ -1,4 +1,4 @@
-"""The operators as Python functions, made by calls.operators(). _ops.pyi has their types."""
+"""Holds a Python function for each operator, made by calls.operators(). _ops.pyi has the functions' types."""
 
 from typing import TYPE_CHECKING, Any
 

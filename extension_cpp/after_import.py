@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, with a loader that runs a function after the module's own code."""
+    """Lets the other finders find one module, and makes its loader call a function after the module's own code."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.name, self.function = name, function
@@ -45,7 +45,7 @@ class Finder(importlib.abc.MetaPathFinder):
 def after_import(name: str, function: Callable[[], None]) -> None:
     """Calls function() now if the module is imported, or otherwise as soon as the module is imported.
 
-    A second call for a module replaces the first, because the package may be imported again.
+    A second call for the same module replaces the function of the first, because this package may be imported again.
     """
     is_earlier = [type(finder).__module__ == __name__ and vars(finder).get("name") == name for finder in sys.meta_path]
     sys.meta_path[:] = [finder for finder, earlier in zip(sys.meta_path, is_earlier, strict=True) if not earlier]

@@ -1,7 +1,7 @@
 """Provides the ops as layers for Hugging Face's `kernels`, which replaces a module's forward by a layer's forward.
 
 Each class has the forward of the module that it replaces, reads that module's attributes, and has neither a constructor
-nor state, as `kernels` requires. docs/hub.md says how a model gets the layers, and their names in transformers.
+nor state, as `kernels` requires. docs/hub.md says how a model gets the layers, and which names transformers gives them.
 """
 
 import torch
@@ -11,7 +11,7 @@ from . import modules, ops
 
 
 class _Layer(nn.Module):
-    """Has the flags that `kernels` reads, and the attributes of the replaced modules that the layers read."""
+    """Declares the flags that `kernels` reads, and the attributes that the layers read from the replaced modules."""
 
     can_torch_compile = True
     has_backward = True
@@ -26,15 +26,16 @@ class _Layer(nn.Module):
 
 
 class RMSNorm(_Layer):
-    """Replaces LlamaRMSNorm, and rounds where it does: the norm to the input's dtype, then its product with the weight.
+    """Replaces LlamaRMSNorm, and rounds to the input's dtype where LlamaRMSNorm does: before and after the weight.
 
-    rms_norm computes the norm, and PyTorch the product. Only the statistic of a row may differ from the original's. It
-    is rounded to float32 once, while the original rounds its sum, its mean and its root. FusedRMSNorm is faster.
+    rms_norm computes the norm, and PyTorch multiplies it by the weight. Only a row's reciprocal root mean square may
+    differ from LlamaRMSNorm's: rms_norm rounds it to float32 once, while LlamaRMSNorm rounds the sum, the mean and the
+    root. FusedRMSNorm is faster, because it is a single kernel.
     """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         normalized = ops.rms_norm(hidden_states, self.weight.shape, None, self.variance_epsilon)
-        return self.weight * normalized.to(hidden_states.dtype)  # under autocast on CUDA it is float32
+        return self.weight * normalized.to(hidden_states.dtype)  # rms_norm returns float32 under autocast on CUDA
 
 
 class FusedRMSNorm(_Layer):
@@ -42,7 +43,7 @@ class FusedRMSNorm(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         y = modules.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-        return y.to(hidden_states.dtype)  # under autocast on CUDA it is float32
+        return y.to(hidden_states.dtype)  # rms_norm returns float32 under autocast on CUDA
 
 
 class GemmaRMSNorm(_Layer):
@@ -61,7 +62,7 @@ class LayerNorm(_Layer):
 
 
 class SiLU(_Layer):
-    """Replaces SiLUActivation and torch.nn.SiLU. It ignores `inplace` and returns a new tensor."""
+    """Replaces SiLUActivation and torch.nn.SiLU. The layer ignores `inplace` and returns a new tensor."""
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.silu(input)

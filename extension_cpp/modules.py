@@ -31,8 +31,9 @@ __all__ = [
 
 
 def takes(*tensors: object) -> bool:
-    """Returns whether the ops accept tensors of these kinds. For other kinds (complex, sparse, quantized) our modules
-    do what those of torch.nn do. Objects that are no tensors, such as proxies of torch.fx, count as accepted."""
+    """Returns whether the ops accept the dtype, layout and device of each tensor. For other tensors (complex, sparse,
+    quantized) a module here does what torch.nn's does. Objects that are not tensors, such as proxies of torch.fx, count
+    as accepted."""
     for x in tensors:
         if isinstance(x, Tensor) and not (
             x.dtype in checks.DTYPES
@@ -44,7 +45,8 @@ def takes(*tensors: object) -> bool:
 
 
 class NotScriptable:
-    """Makes torch.jit.script raise a readable error, and not one about Python code that its compiler does not know."""
+    """Makes torch.jit.script raise an error that names alternatives. The error of TorchScript's compiler would only
+    name Python code that the compiler does not support."""
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(
@@ -60,12 +62,12 @@ class ScaleBiasReLU(NotScriptable, torch.nn.Module):
     Args:
         features: size of the last dimension of the input.
         scale: a fixed factor.
-        device, dtype: of the bias, as in torch.nn.
+        device, dtype: device and dtype of the bias, as in torch.nn.
 
     Attributes:
         bias: shape (features,), zeros at first.
 
-    Shape: (..., features) to the same.
+    Shape: the input and the result are (..., features).
     """
 
     def __init__(
@@ -92,9 +94,9 @@ class ScaleBiasReLU(NotScriptable, torch.nn.Module):
 
 
 class ReLU(NotScriptable, torch.nn.ReLU):
-    """A torch.nn.ReLU that calls extension_cpp.relu: ``max(x, 0)`` for each element of any shape.
+    """torch.nn.ReLU, computed by extension_cpp.relu: ``max(x, 0)``. Any shape.
 
-    ``inplace=True`` overwrites the input and returns it, which takes one copy more and saves no memory.
+    ``inplace=True`` copies the result into the input and returns the input. It saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -103,9 +105,10 @@ class ReLU(NotScriptable, torch.nn.ReLU):
 
 
 class Mish(NotScriptable, torch.nn.Mish):
-    """A torch.nn.Mish that calls extension_cpp.mish: ``x * tanh(softplus(x))`` for each element of any shape.
+    """torch.nn.Mish, computed by extension_cpp.mish: ``x * tanh(softplus(x))``. Any shape.
 
-    ``inplace=True`` overwrites the input and returns it, which takes two copies more and saves no memory.
+    ``inplace=True`` copies the result into the input and returns the input. It saves no memory, and makes a second copy
+    because backward needs the input's values.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -115,9 +118,10 @@ class Mish(NotScriptable, torch.nn.Mish):
 
 
 class SiLU(NotScriptable, torch.nn.SiLU):
-    """A torch.nn.SiLU that calls extension_cpp.silu: ``x * sigmoid(x)`` for each element of any shape.
+    """torch.nn.SiLU, computed by extension_cpp.silu: ``x * sigmoid(x)``. Any shape.
 
-    ``inplace=True`` overwrites the input and returns it, which takes two copies more and saves no memory.
+    ``inplace=True`` copies the result into the input and returns the input. It saves no memory, and makes a second copy
+    because backward needs the input's values.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ class SiLU(NotScriptable, torch.nn.SiLU):
 
 
 class GELU(NotScriptable, torch.nn.GELU):
-    """A torch.nn.GELU, with ``approximate``, that calls extension_cpp.gelu for each element of any shape."""
+    """torch.nn.GELU, including ``approximate``, computed by extension_cpp.gelu. Any shape."""
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.gelu(input, self.approximate) if takes(input) else super().forward(input)
@@ -137,11 +141,11 @@ class GELU(NotScriptable, torch.nn.GELU):
 
 class SwiGLU(NotScriptable, torch.nn.Module):
     """Computes ``silu(gate) * up`` for the halves of one tensor along its last dimension. The gate is the first half,
-    as in Llama's packed gate_up_proj (in torch.nn.GLU it is the second).
+    as in Llama's packed gate_up_proj. (In torch.nn.GLU the gate is the second half.)
 
     The halves are read without a copy.
 
-    Shape: (..., 2 * features) to (..., features).
+    Shape: the input is (..., 2 * features), the result (..., features).
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -156,7 +160,7 @@ class GeGLU(NotScriptable, torch.nn.Module):
     Args:
         approximate: "none" or "tanh", as for torch.nn.GELU.
 
-    Shape: (..., 2 * features) to (..., features).
+    Shape: the input is (..., 2 * features), the result (..., features).
     """
 
     def __init__(self, approximate: str = "none") -> None:
@@ -172,9 +176,9 @@ class GeGLU(NotScriptable, torch.nn.Module):
 
 
 class Dropout(NotScriptable, torch.nn.Dropout):
-    """A torch.nn.Dropout that calls extension_cpp.dropout.
+    """torch.nn.Dropout, computed by extension_cpp.dropout. Any shape.
 
-    ``inplace=True`` overwrites the input and returns it, which takes one copy more and saves no memory.
+    ``inplace=True`` copies the result into the input and returns the input. It saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -185,9 +189,9 @@ class Dropout(NotScriptable, torch.nn.Dropout):
 
 
 class LayerNorm(NotScriptable, torch.nn.LayerNorm):
-    """A torch.nn.LayerNorm that calls extension_cpp.layer_norm, with the same arguments, parameters and state_dict.
+    """torch.nn.LayerNorm, computed by extension_cpp.layer_norm. Arguments, parameters and state_dict are torch.nn's.
 
-    The parameters may be float32 where the input is half; the result has the input's dtype.
+    The parameters may be float32 if the input is half; the result has the input's dtype.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -197,9 +201,9 @@ class LayerNorm(NotScriptable, torch.nn.LayerNorm):
 
 
 class RMSNorm(NotScriptable, torch.nn.RMSNorm):
-    """A torch.nn.RMSNorm that calls extension_cpp.rms_norm, with the same arguments, parameters and state_dict.
+    """torch.nn.RMSNorm, computed by extension_cpp.rms_norm. Arguments, parameters and state_dict are torch.nn's.
 
-    The weight may be of any floating dtype, as torch.nn.RMSNorm's; the result has the input's dtype.
+    The weight may have any floating-point dtype, as in torch.nn.RMSNorm; the result has the input's dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +214,7 @@ class RMSNorm(NotScriptable, torch.nn.RMSNorm):
 
 @torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    """Calls the op with a weight of any dtype."""
+    """Calls the op with a weight of any dtype. The op itself takes a weight of x's dtype or, for half x, float32."""
     if weight is not None and weight.dtype != x.dtype:
         weight = weight.to(torch.promote_types(x.dtype, torch.float32))
     return ops.rms_norm(x, normalized_shape, weight, eps)
@@ -219,12 +223,12 @@ def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, 
 class AddLayerNorm(NotScriptable, torch.nn.LayerNorm):
     """Returns ``(layer_norm(s), s)`` for ``s = residual + dropout(x, p)``, computed by extension_cpp.add_layer_norm.
 
-    torch.nn.LayerNorm's arguments, parameters and state_dict, and:
+    It has torch.nn.LayerNorm's arguments, parameters and state_dict, and one more argument:
 
     Args:
         p: the probability that an element of ``x`` is dropped in training.
 
-    Shape: ``x`` and ``residual`` (..., *normalized_shape) to two of the same.
+    Shape: ``x``, ``residual`` and both results are (..., *normalized_shape).
     """
 
     def __init__(
@@ -238,7 +242,7 @@ class AddLayerNorm(NotScriptable, torch.nn.LayerNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = torch.nn.Dropout(p).p  # refuses a p that is no probability
+        self.p = torch.nn.Dropout(p).p  # raises an error if p is not a probability
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_layer_norm(
@@ -252,12 +256,12 @@ class AddLayerNorm(NotScriptable, torch.nn.LayerNorm):
 class AddRMSNorm(NotScriptable, torch.nn.RMSNorm):
     """Returns ``(rms_norm(s), s)`` for ``s = residual + dropout(x, p)``, computed by extension_cpp.add_rms_norm.
 
-    torch.nn.RMSNorm's arguments, parameters and state_dict, and:
+    It has torch.nn.RMSNorm's arguments, parameters and state_dict, and one more argument:
 
     Args:
         p: the probability that an element of ``x`` is dropped in training.
 
-    Shape: ``x`` and ``residual`` (..., *normalized_shape) to two of the same.
+    Shape: ``x``, ``residual`` and both results are (..., *normalized_shape).
     """
 
     def __init__(
@@ -270,7 +274,7 @@ class AddRMSNorm(NotScriptable, torch.nn.RMSNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = torch.nn.Dropout(p).p  # refuses a p that is no probability
+        self.p = torch.nn.Dropout(p).p  # raises an error if p is not a probability
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.p, self.training)
@@ -280,9 +284,9 @@ class AddRMSNorm(NotScriptable, torch.nn.RMSNorm):
 
 
 class Softmax(NotScriptable, torch.nn.Softmax):
-    """A torch.nn.Softmax that calls extension_cpp.softmax, along the last dimension by default.
+    """torch.nn.Softmax, computed by extension_cpp.softmax, along the last dimension by default.
 
-    The op refuses nested tensors; for them the module calls torch.softmax.
+    The op takes no nested tensors; for them the module calls torch.softmax.
     """
 
     dim: int
@@ -295,9 +299,9 @@ class Softmax(NotScriptable, torch.nn.Softmax):
 
 
 class LogSoftmax(NotScriptable, torch.nn.LogSoftmax):
-    """A torch.nn.LogSoftmax that calls extension_cpp.log_softmax, along the last dimension by default.
+    """torch.nn.LogSoftmax, computed by extension_cpp.log_softmax, along the last dimension by default.
 
-    The op refuses nested tensors; for them the module calls torch.log_softmax.
+    The op takes no nested tensors; for them the module calls torch.log_softmax.
     """
 
     dim: int
@@ -331,14 +335,14 @@ class MinGRU(NotScriptable, torch.nn.Module):
         hidden_size: the number of states.
         bias: whether the projection has a bias.
         reverse: whether the layer runs from the last step to the first.
-        device, dtype: of the projection, as in torch.nn.
+        device, dtype: device and dtype of the projection, as in torch.nn.
 
     Attributes:
         projection: a torch.nn.Linear(input_size, 2 * hidden_size) with its initialization.
 
-    Shape: input (..., T, input_size) and h0 (..., hidden_size) or None, zeros, to the states (..., T, hidden_size) and
-    the last of them, (..., hidden_size), with which the next call can go on. Source: Feng et al. 2024,
-    arXiv:2410.01201.
+    Shape: input is (..., T, input_size), and h0 is (..., hidden_size), or None for zeros. The results are the states,
+    (..., T, hidden_size), and the last state, (..., hidden_size), which can be h0 of the next call. Source: Feng et al.
+    2024, arXiv:2410.01201.
     """
 
     def __init__(
@@ -360,7 +364,7 @@ class MinGRU(NotScriptable, torch.nn.Module):
     def forward(self, input: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
         _check_steps(input, self.input_size)
         gate, candidate = self.projection(input).chunk(2, -1)
-        # sigmoid(-gate) has the digits of a small 1 - z, which a subtraction would cancel.
+        # sigmoid(-gate) is 1 - z. Where 1 - z is small, the subtraction would cancel the digits that sigmoid keeps.
         keep, new = torch.sigmoid(-gate), torch.sigmoid(gate) * candidate
         h = ops.linear_recurrence(keep, new, h0, reverse=self.reverse)
         return h, h.select(-2, 0 if self.reverse else -1)
@@ -370,17 +374,18 @@ class MinGRU(NotScriptable, torch.nn.Module):
 
 
 class CrossEntropyLoss(NotScriptable, torch.nn.CrossEntropyLoss):
-    """A torch.nn.CrossEntropyLoss, with the same state_dict, that calls extension_cpp.cross_entropy.
+    """torch.nn.CrossEntropyLoss, computed by extension_cpp.cross_entropy. The state_dict is torch.nn's.
 
-    The op refuses class probabilities as target; for them the module computes the loss as torch.nn.CrossEntropyLoss
-    does. With z_loss or softcap they are an error.
+    The op takes no class probabilities as target; for them the module computes the loss as torch.nn.CrossEntropyLoss
+    does. With z_loss or softcap, class probabilities are an error.
 
     Args:
         weight, ignore_index, reduction, label_smoothing: as for torch.nn.CrossEntropyLoss.
         z_loss, softcap: as for extension_cpp.cross_entropy.
     """
 
-    # These are class attributes, because convert gives this class to modules of torch.nn, which do not have them.
+    # z_loss and softcap are class attributes, because convert changes the class of a torch.nn.CrossEntropyLoss to this
+    # one, and such a module does not have them as its own attributes.
     z_loss: float = 0.0
     softcap: float | None = None
 
@@ -406,7 +411,7 @@ class CrossEntropyLoss(NotScriptable, torch.nn.CrossEntropyLoss):
         return f"z_loss={self.z_loss}, softcap={self.softcap}" if self.extends_torch() else ""
 
     def extends_torch(self) -> bool:
-        """Returns whether torch.nn.CrossEntropyLoss would compute something else."""
+        """Returns whether this module uses z_loss or softcap, which torch.nn.CrossEntropyLoss does not have."""
         return self.z_loss != 0 or self.softcap is not None
 
 
@@ -414,7 +419,7 @@ class CrossEntropyLoss(NotScriptable, torch.nn.CrossEntropyLoss):
 def _cross_entropy(
     input: Tensor, target: Tensor, options: dict[str, Any], z_loss: float, softcap: float | None
 ) -> Tensor:
-    # For a target of another dtype, torch's function is called: it may have class probabilities, or torch refuses it.
+    # A target that is not int64 goes to torch's function: it has class probabilities, or torch raises an error.
     is_taken = target.dtype is torch.int64 and takes(input) and 0 <= options["label_smoothing"] <= 1
     has_classes = input.shape[:2][-1:] != (0,)
     if not (is_taken and has_classes) and not z_loss and softcap is None:
@@ -425,21 +430,21 @@ def _cross_entropy(
 class LinearCrossEntropyLoss(NotScriptable, torch.nn.Module):
     """A linear layer and the cross-entropy of its logits, computed together by extension_cpp.linear_cross_entropy.
 
-    It is torch.nn.LinearCrossEntropyLoss (PyTorch 2.13) for one dimension of classes. All logits are never in memory at
-    once.
+    It computes what torch.nn.LinearCrossEntropyLoss (PyTorch 2.13) computes for one dimension of classes. At most 1 GiB
+    of logits is in memory at once.
 
     Args:
         in_features: size of the last dimension of the input.
         num_classes: the number of classes.
         bias: whether the linear layer has a bias.
-        device, dtype: of the linear layer, as in torch.nn.
+        device, dtype: device and dtype of the linear layer, as in torch.nn.
         reduction, weight, ignore_index, label_smoothing, z_loss, softcap: as for extension_cpp.cross_entropy.
 
     Attributes:
         linear: a torch.nn.Linear(in_features, num_classes) with its initialization; ``linear(input)`` are the logits.
         weight: the buffer with the classes' weights, or None.
 
-    Shape: input (..., in_features), target (...) to (), or with ``reduction="none"`` to (...).
+    Shape: input is (..., in_features) and target (...). The loss is (), or (...) with ``reduction="none"``.
     """
 
     weight: Tensor | None

@@ -1,4 +1,4 @@
-"""Public names: the modules, and convert and revert, which put ops into a model and remove them."""
+"""Holds the public names: the modules, and convert and revert, which put the ops into a model and take them out."""
 
 from . import modules
 from .convert import Converted, convert, revert

@@ -1,18 +1,18 @@
 """Registers the fake implementation and the autograd formula of every operator.
 
-This is the table of the operators. The functions are in functional/, one module for each family, the kernels and the
-checks of their inputs in csrc/<op>/, reference.py has the functions in plain PyTorch. registration/entries.py says what
-an entry is.
+This is the table of the operators. The functions are in functional/, one module for each family. The kernels and the
+checks of their inputs are in csrc/<op>/. reference.py has the functions in plain PyTorch. registration/entries.py says
+what an entry is.
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It computes in float32, for float64 in float64.
 NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
-the same bits in every run and, except linear_cross_entropy's, for every number of threads. Jagged nested tensors work
-with every op except reduce_sum, softmax, the scans, the losses and rotary_embedding: the op runs on their values(). A
+every run gives the same bits, with any number of threads (except linear_cross_entropy). Jagged nested tensors work with
+every op except reduce_sum, softmax, the scans, the losses and rotary_embedding: the op runs on the tensors' values(). A
 wrong argument raises RuntimeError with a sentence that names the op, the argument, what was expected and what it got. A
 result like ``torch.empty_like(x)`` has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of
-dimensions. Where rows of unit stride are read without a copy, other strides cost one.
+dimensions. An op that reads rows of unit stride without a copy makes a copy of an input with other strides.
 A function that PyTorch also has names its first argument ``input``, as PyTorch does. Formulas, operators and messages
-call it ``x``, for cross_entropy ``logits``.
+call this argument ``x``, for cross_entropy ``logits``.
 """
 
 import torch

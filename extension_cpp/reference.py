@@ -1,6 +1,6 @@
-"""Every op in plain PyTorch, with the same signature. It documents the op, and its tests compare with it in float64.
+"""Defines every op in plain PyTorch, with the op's signature. The tests compare the ops with these in float64.
 
-Functions that draw random numbers also take the seed; with None they draw one."""
+A function that draws random numbers also takes a seed; if it is None, the function draws one."""
 
 import math
 from collections.abc import Sequence
@@ -53,13 +53,13 @@ def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: b
 
 
 def philox(seed: Tensor, numel: int) -> Tensor:
-    """Returns the 32 random bits of elements 0 to numel - 1, as int64. Each word of Philox 4x32-7 (Salmon et al. 2011)
-    serves two elements, the second one with exchanged halves."""
+    """Returns 32 random bits for each of the elements 0 to numel - 1, as int64. Each word of Philox 4x32-7 (Salmon et
+    al. 2011) serves two elements: the second gets the word with its 16-bit halves exchanged."""
     group, zero, low = torch.arange((numel + 7) // 8, device=seed.device), seed.new_zeros(()), 0xFFFFFFFF
     word = [group & low, group >> 32, zero, zero]
     key = [seed & low, seed >> 32 & low]
     for _ in range(7):
-        product = [word[0] * 0xD2511F53, word[2] * 0xCD9E8D57]  # modulo 2^64; only the low 64 bits are used
+        product = [word[0] * 0xD2511F53, word[2] * 0xCD9E8D57]  # below 2^64, so that all bits are kept in int64
         word = [
             product[1] >> 32 & low ^ word[1] ^ key[0],
             product[1] & low,
@@ -76,7 +76,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, seed: Tensor |
         return input
     if seed is None:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=input.device)
-    dropped = max(int(p * 2**32 + 0.5), 1)  # of an element's 2^32 possible values, those below drop it
+    dropped = max(int(p * 2**32 + 0.5), 1)  # an element is dropped if its 32 random bits are below this number
     kept = (philox(seed, input.numel()) >= dropped).view(input.shape)
     return torch.where(kept, input / (1 - p), 0) if p < 1 else torch.where(kept, input, 0)
 
@@ -164,7 +164,7 @@ def linear_recurrence(
         h = factor * h + term
         states.append(h)
     if not states:
-        return a + b if h0 is None else a + b + h0.unsqueeze(dim)  # empty, but a function of all inputs
+        return a + b if h0 is None else a + b + h0.unsqueeze(dim)  # empty, but a function of all inputs for autograd
     return torch.stack(states[::-1] if reverse else states, dim)
 
 
@@ -196,7 +196,8 @@ def cross_entropy(
     w = z.new_ones(z.shape[classes]) if weight is None else weight
     w = torch.where(is_counted, w[torch.where(is_counted, target, 0)], 0)
     if z_loss != 0:
-        # Beside a huge maximum the gradient of logsumexp itself would lose the logarithm.
+        # The maximum is subtracted, because torch computes logsumexp's gradient as exp(z - lse), and beside a huge
+        # maximum lse has lost the logarithm of the sum.
         most = z.detach().amax(classes, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
         lse = torch.logsumexp(z - most, classes) + most.squeeze(classes)
         loss = loss + torch.where(is_counted, z_loss * w * lse.square(), 0)
@@ -243,7 +244,7 @@ def rotary_embedding(
         return torch.cat([-x[..., rotated // 2 :], x[..., : rotated // 2]], -1)
 
     def rotate(x: Tensor) -> Tensor:
-        # cos and sin get a dimension for the heads. If q has no batch dimension, they lose theirs.
+        # If x has a batch dimension, cos and sin get one for the heads. Otherwise they lose their batch dimension.
         c, s = (f[..., None, :, :] if x.dim() == 4 else f.reshape(f.shape[-2:]) for f in (cos, sin))
         y = x[..., :rotated] * c + turned(x[..., :rotated]) * s
         return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)

@@ -1,6 +1,6 @@
 """Writes docs/ops.md, extension_cpp/_ops.pyi, and all tables of figures in the documents: `make docs`.
 
-All are made from the docstrings, the schemas and the published results. A test reports which file is stale.
+These files are made from the docstrings, the schemas and the published results. A test reports which file is stale.
 """
 
 import inspect
@@ -28,9 +28,9 @@ STUB = ROOT / "extension_cpp" / "_ops.pyi"
 
 
 def call(name: str, function: Callable[..., Any]) -> str:
-    """Returns the call of a function, with names and defaults but without types."""
+    """Returns how a function is called, such as relu(input), with the arguments' defaults but without types."""
     signature = inspect.signature(function)
-    if signature == inspect.signature(torch.nn.Module):  # (*args, **kwargs), which the class refuses
+    if signature == inspect.signature(torch.nn.Module):  # (*args, **kwargs), which the class does not take
         return f"{name}()"
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return f"{name}{inspect.Signature(bare)}"
@@ -73,7 +73,7 @@ def schemas_of(names: list[str]) -> dict[str, list[str]]:
 
 def described(name: str, function: Callable[..., Any]) -> str:
     """Converts a docstring to markdown: sections become bold words, arguments a list, and text after "::" a block."""
-    lines, fence = [], "\0"  # replaced by a fence when `` has become `
+    lines, fence = [], "\0"  # `fence` stands for ``` until markdown() has replaced `` by `
     text = inspect.getdoc(function) or ""
     text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n{fence}text\n{dedent(block[1])}{fence}\n", text)
     for line in text.splitlines():
@@ -130,7 +130,7 @@ def documents() -> dict[Path, str]:
 
 
 def typed(name: str, schema: torch.FunctionSchema) -> str:
-    """Returns a function of a stub, with the types of a schema, formatted as ruff does."""
+    """Returns the text of a function in _ops.pyi, with the types of a schema, formatted as ruff does."""
     parameters = []
     for argument in schema.arguments:
         optional = re.fullmatch(r"Optional\[(.*)\]", str(argument.type))
@@ -149,7 +149,7 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
 
 
 def stub() -> str:
-    """Returns the text of _ops.pyi, with operators' arguments, and the results of their no-grad overloads."""
+    """Returns the text of _ops.pyi: functions with the operators' arguments and their no-grad overloads' results."""
     known = vars(calls.operators("extension_cpp"))
     schemas = (schema for listed in schemas_of(ops.__all__).values() for schema in listed)
     names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)

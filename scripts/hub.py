@@ -18,8 +18,8 @@ import build_library
 
 ROOT = build_library.ROOT
 PACKAGE = ROOT / "extension_cpp"
-NAME, VERSION = "extension-cpp", 1  # of the kernel repository. Within a version layers keep their names and results.
-# A variant has no command line, but these files, which the other modules import.
+NAME, VERSION = "extension-cpp", 1  # of the Hub repository. Within a version layers keep their names and results.
+# A variant has no command line. These are the only files of extension_cpp/command/ that its modules import.
 OF_COMMAND = ("__init__.py", "info.py")
 NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 
@@ -30,7 +30,7 @@ def python_files() -> list[Path]:
 
 
 def namespace_for(backend: str) -> str:
-    """Returns a name that depends on the sources, because two versions of a kernel may be loaded in one process."""
+    """Returns a namespace with a digest of the sources, because two versions may be loaded in one process."""
     digest = hashlib.sha256()
     sources = [path for path in build_library.CSRC.rglob("*") if path.is_file()]
     for path in (*python_files(), *sorted(sources), ROOT / "build_library.py"):

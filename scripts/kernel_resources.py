@@ -96,7 +96,7 @@ def seconds(log: str, plan: str) -> list[tuple[float, str]]:
 
 
 def print_summary(arch: str) -> None:
-    """Prints the figures that have budgets. Without cuobjdump or CUDA some are missing."""
+    """Prints the figures that have budgets. Without cuobjdump or CUDA the numbers of kernels are missing."""
     print(f"library: {megabytes(LIBRARY):.1f} MB (budget for one architecture: {LIBRARY_MB} MB)")
     if find_cuobjdump() is None:
         print("kernels: unknown, cuobjdump was not found")

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (mkdocs.yml, `make site`), which make a site of the documents at the same paths, so that links work.
+"""Hooks of mkdocs (mkdocs.yml, `make site`), which keep the documents at their paths, so that links in them work.
 
 The pages are the documents of the root and of docs/, and the files that they link to: a source file becomes a page with
 its text. The navigation is the table of docs/SUMMARY.md. mkdocstrings' docstrings replace those that `make docs` has
@@ -76,7 +76,7 @@ def operators(text: str) -> str:
 
 
 def modules(text: str) -> str:
-    """Returns docs/ops.md's table of modules with links. It has the arguments that modules inherit from torch.nn."""
+    """Returns docs/ops.md's table of modules with links. Its calls also have the arguments inherited from torch.nn."""
     table = text.partition("## Modules\n\n")[2].partition("## ")[0]
     return re.sub(r"(?m)^\| (`(\w+)\(.*?\)`) \|", r"| [\1][extension_cpp.nn.\2] |", table)
 

@@ -32,7 +32,7 @@ SYMBOL = re.compile(r"\b_Z\w+")
 
 
 class Pair(NamedTuple):
-    """One line of the table."""
+    """One line of the printed table: what became of a kernel."""
 
     state: str
     name: str  # "OLD -> NEW" for a renamed kernel

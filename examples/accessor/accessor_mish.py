@@ -1,6 +1,6 @@
-"""accessor_mish, the ATen way: importing this file compiles its two sources.
+"""Implements accessor_mish with ATen, PyTorch's C++ API. Importing this file compiles its two sources.
 
-torch.utils.cpp_extension.load compiles them in a minute and caches the result, which is for the running torch only.
+torch.utils.cpp_extension.load compiles them in a minute and caches the library, which fits only this version of torch.
 Without a GPU the CUDA source is left out.
 """
 
@@ -27,7 +27,7 @@ _ops = torch.ops.accessor_mish
 
 
 def reference(x: Tensor) -> Tensor:
-    """The same in plain PyTorch. It documents the op, and its test compares with it in float64."""
+    """Computes accessor_mish in plain PyTorch. It documents the op, and the op's test compares with it in float64."""
     return x * torch.tanh(torch.nn.functional.softplus(x))
 
 

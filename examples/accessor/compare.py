@@ -1,8 +1,8 @@
-"""Measures mish the ATen way beside this package's own mish: python -m examples.accessor.compare, in a checkout's root.
+"""Measures accessor_mish beside extension_cpp.mish: python -m examples.accessor.compare, in the root of a checkout.
 
-What is measured: seconds to compile, one file at a time; microseconds a call on a small tensor; and for a large one,
-contiguous and strided, the percent of the bandwidth that a copy of a contiguous tensor of its size reaches. Each result
-is compared with float64 before it is timed. Writes the figures to examples/accessor/results/.
+What is measured: seconds to compile, one file at a time; microseconds a call on a small tensor; and for a large tensor,
+contiguous and strided, the bandwidth in percent of that of a copy of a contiguous tensor of this size. Each result is
+compared with float64 before the call is timed. The figures are written to examples/accessor/results/.
 """
 
 import functools
@@ -61,13 +61,13 @@ def contenders() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def microseconds(call: Callable[[], object], seconds: float) -> float:
-    """The median of many calls. On a GPU the timer waits for their end."""
+    """Returns the median microseconds of a call. On a GPU the timer waits for the end of the calls."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=seconds).median * 1e6
 
 
 def measure(x: Tensor, seconds: float) -> dict[str, float]:
-    """Microseconds of every contender, and of a copy."""
+    """Returns the microseconds of a call of each contender, and of a copy of the tensor, made contiguous."""
     exact = extension_cpp.reference.mish(x[:1000].double())
     found = {}
     for name, function in contenders().items():

@@ -1,4 +1,4 @@
-"""accessor_mish against its reference in float64, forward and backward; pytest -s prints the errors."""
+"""Compares accessor_mish with its reference in float64, forward and backward. pytest -s prints the errors."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def check(x: torch.Tensor, grad_out: torch.Tensor) -> None:
 
 @every_device
 def test_right(device: str) -> None:
-    """In every shape and stride, and where exp overflows and where it is 0."""
+    """Results and gradients are right in several shapes and strides, and for inputs whose exp overflows or is 0."""
     torch.manual_seed(0)
     for shape in SHAPES:
         check(torch.randn(shape, device=device), torch.randn(shape, device=device))

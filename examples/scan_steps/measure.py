@@ -1,8 +1,9 @@
-"""Checks and times the steps of docs/scan.md: python -m examples.scan_steps.measure, in a checkout's root, on a GPU.
+"""Checks and times the kernels of docs/scan.md: python -m examples.scan_steps.measure, in a checkout's root, on a GPU.
 
-Each step is compared with torch.cumsum in float64: exactly for small whole numbers, whose sums float32 can hold, and by
-the bound of the tests for normal numbers. The steps then take turns with a copy, torch.cumsum and this package's
-cumsum. A step whose first call takes longer than a quarter of a second is not timed again, and this call is its figure.
+docs/scan.md develops a scan in steps, with one kernel for each. Each kernel is compared with torch.cumsum in float64:
+exactly for small whole numbers, whose sums float32 can hold, and within a bound for normally distributed numbers. The
+kernels then take turns with a copy, torch.cumsum and this package's cumsum. A kernel whose first call takes longer than
+a quarter of a second is not timed again, and the time of this call is its figure.
 """
 
 import functools
@@ -30,7 +31,7 @@ Call = Callable[[Tensor], Tensor]
 
 
 def poisoned(call: Call, x: Tensor) -> Tensor:
-    """Returns the result of a call, in memory that was full of NaN."""
+    """Returns the result of a call, which gets memory that was full of NaN before."""
     torch.full_like(x, math.nan)
     return call(x)
 

@@ -30,7 +30,7 @@ def build(folder: Path) -> Path | None:
 
 
 class Scans:
-    """The steps of docs/scan.md, as functions of a compiled library."""
+    """Calls the kernels of docs/scan.md, one for each of STEPS, in a compiled library."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))

@@ -17,7 +17,7 @@ SHAPES = ((33, 257), (2, 3, 64))  # shapes of the samples that an OpSpec makes
 
 
 def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[str, str]:
-    """Runs a check with all samples, and returns the verdict and a text to print."""
+    """Runs a check with all samples. Returns its verdict ("passed", "refused" or "not run") and a text to print."""
     notes, reasons = [], []
     for case in cases:
         try:
@@ -34,7 +34,7 @@ def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[
 
 
 def load(text: str, what: str) -> Any:
-    """Imports MODULE, or returns the attribute of MODULE:FUNCTION."""
+    """Imports the module that `text` names. For "MODULE:FUNCTION" it returns this attribute of the module."""
     module, _, name = text.partition(":")
     try:
         found = importlib.import_module(module)
@@ -75,7 +75,7 @@ def evaluated(text: str, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 def of_file(path: str) -> Any:
-    """Returns the OpSpec, or the function of device and dtype, that the file of --spec defines."""
+    """Returns what the file of --spec defines: an OpSpec, or a function that makes samples for a device and a dtype."""
     try:
         space = runpy.run_path(path)
     except Exception as error:
@@ -106,7 +106,7 @@ def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[
 
 
 def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:
-    """Returns the devices for which the operator has a kernel."""
+    """Returns the devices of this machine on which the operator has a kernel, or `only` that one."""
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     found = [each for each in there if only in (None, each) and has(op.name(), each.upper())]
@@ -116,7 +116,7 @@ def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:
 
 
 def run_checks(cases: Sequence[Checked]) -> list[str]:
-    """Prints a line for each check, and returns the names of the checks that refuse the operator."""
+    """Prints a line for each check, and returns the names of the checks that the operator fails."""
     refused = []
     for name, check in CHECKS.items():
         if name == "statistics" and not cases[0].random:

@@ -1,4 +1,5 @@
-"""The checks of the command `check`. Each returns a note about the operator, or raises Refused or NotRun."""
+"""The checks of the command `check`. Each returns a note about the operator, or raises Refused if the operator fails
+the check, or NotRun if the check does not apply."""
 
 import contextlib
 import ctypes
@@ -18,8 +19,8 @@ from torch import Tensor
 from .check_case import Checked, NotRun, Refused, checks, judge, on_cpu, opspec, sentence
 from .once import once_cpu, once_cuda
 
-CALLS, WAIT = 11, 0.2  # timed calls; seconds to wait for a thread that still writes
-DRAWS, IMPROBABLE = 32, 20.0  # random results to compare; a right operator is refused with probability exp(-20)
+CALLS, WAIT = 11, 0.2  # number of timed calls; seconds to wait for a thread that still writes
+DRAWS, IMPROBABLE = 32, 20.0  # number of random results; a right operator fails with probability exp(-IMPROBABLE)
 M_PERTURB = -6
 
 
@@ -70,7 +71,7 @@ def needs_reference(case: Checked) -> None:
 
 
 def is_not_zero(case: Checked) -> str:
-    """Checks that the results are not zeros, for a sample for which the judge would refuse zeros."""
+    """Checks that the results are not zeros, for a sample for which the judge would find zeros wrong."""
     sample = case.draw()
     results = [x.cpu() for x in case.call(*sample.args)]
     if case.is_judged:
@@ -86,8 +87,8 @@ def is_not_zero(case: Checked) -> str:
 
 
 def resized(sample: Any, group: Sequence[tuple[int, int]], size: int, lists: bool) -> Any:
-    """Returns the sample with another size in some dimensions, which cuts off elements or repeats the first ones. With
-    `lists`, equal numbers in lists change, too."""
+    """Returns the sample with size `size` in the dimensions of `group`. A smaller size cuts off elements, and a larger
+    one repeats the first elements. With `lists`, numbers in lists that equal the old size change, too."""
     args, old = list(sample.args), sample.args[group[0][0]].shape[group[0][1]]
     for i, d in group:
         args[i] = args[i].index_select(d, torch.arange(size, device=args[i].device) % old)
@@ -97,8 +98,8 @@ def resized(sample: Any, group: Sequence[tuple[int, int]], size: int, lists: boo
 
 
 def other_sizes(case: Checked) -> Iterator[tuple[Any, Any]]:
-    """Yields samples of other sizes that the reference accepts, with the expected results. A size changes in all
-    dimensions of this size, or only in those at the same position from the right."""
+    """Yields samples with one size changed that the reference accepts, each with the expected results. The size changes
+    in all dimensions that have it, or only in those of them at the same position from the right."""
     sample = case.draw()
     sizes = {(i, d): sample.args[i].shape[d] for i in case.places(sample) for d in range(-sample.args[i].dim(), 0)}
     groups = {
@@ -138,8 +139,9 @@ def takes_other_sizes(case: Checked) -> str:
 
 
 def renew(case: Checked, sample: Any) -> bool:
-    """Writes other values into the memory of a sample, without a new version. They come from another draw or, if the
-    sample draws no random numbers, are halves in another order. Returns whether there are any tensors."""
+    """Writes other values into the memory of a sample's tensors, without a change of their versions. The values come
+    from another draw. If the sample is not random, they are half the old values in another order. Returns whether the
+    sample has tensors to write."""
     other, places = case.draw(1).args, case.places(sample)
     if all(torch.equal(sample.args[i], other[i]) for i in places):
         places = case.places(sample, floating=True)
@@ -166,7 +168,7 @@ def is_not_cached(case: Checked) -> str:
 
 
 def takes_layouts(case: Checked) -> str:
-    """Checks each layout, of all tensors together and of each tensor alone."""
+    """Checks the operator with inputs of each layout: first all tensors have the layout, then one tensor alone."""
     if case.random:
         raise NotRun("which element gets which random number may depend on the layout")
     places = [i for i in case.places(case.draw()) if case.draw().args[i].dim() and i not in case.written]
@@ -191,7 +193,7 @@ def gradients(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
 
 
 def differentiated(case: Checked) -> tuple[Any, dict[int, Tensor | None], list[bool]]:
-    """Returns a sample whose tensors require grad, the gradients by argument index, and which results require grad."""
+    """Returns a sample whose tensors require grad, its gradients by argument index, and which results require grad."""
     sample = case.draw()
     places = [i for i in case.places(sample, floating=True) if i not in case.written]
     for i in places:
@@ -226,7 +228,7 @@ def has_right_gradients(case: Checked) -> str:
 
 
 def agrees_with_differences(case: Checked, places: list[int]) -> str:
-    """Runs gradcheck with the operator itself in float64, if there is no reference."""
+    """Compares the gradients with finite differences of the operator in float64 (gradcheck), without a reference."""
     args = list(judge.convert(case.draw(), torch.float64).args)
     try:
         case.call(*args)
@@ -238,12 +240,12 @@ def agrees_with_differences(case: Checked, places: list[int]) -> str:
         return tuple(x for x in case.call(*(given.get(i, x) for i, x in enumerate(args))) if x.requires_grad)
 
     leaves = [args[i].requires_grad_() for i in places]
-    torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6, rtol=1e-5)  # differences have 9 right digits
+    torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6, rtol=1e-5)  # differences: 9 right digits
     return "by differences in float64"
 
 
 def leaves_nothing_behind(case: Checked) -> str:
-    """Checks that no memory is written after the call, by a thread or, on a GPU, on another stream."""
+    """Checks that the operator writes no memory after its call has returned, by a thread or, on a GPU, a stream."""
     sample = case.draw()
     if case.device == "cpu":
         results = case.call(*sample.args)
@@ -258,7 +260,7 @@ def leaves_nothing_behind(case: Checked) -> str:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # delays this stream, so that a kernel on another stream reads the zeros
+        torch.cuda._sleep(50_000_000)  # delays this stream, so that a kernel on another stream still reads zeros
         for x, value in zip(numbers, values, strict=True):
             x.copy_(value)
         results = case.call(*sample.args)
@@ -276,7 +278,8 @@ def twice_the_cache() -> Tensor:
 
 
 def takes_time(case: Checked) -> str:
-    """Times operator and reference in turns, each with none of its tensors in the cache. The last result is judged."""
+    """Times the operator and the reference in turns. Before each call the cache is filled with other data. The result
+    of the operator's last timed call is judged."""
     sample = case.draw()
     seconds: dict[str, list[float]] = {"operator": [], "reference": []}
 
@@ -290,7 +293,7 @@ def takes_time(case: Checked) -> str:
 
     for _ in range(CALLS + 2):
         timed("operator", case.call)
-        with contextlib.suppress(Exception):  # there may be no reference, or the reference takes only float64
+        with contextlib.suppress(Exception):  # there may be no reference, or one for float64 only
             timed("reference", case.right)
     renew(case, sample)
     case.judged(sample, "the last timed call", call=lambda *flat: timed("operator", case.call))
@@ -303,9 +306,9 @@ def writes_every_element(case: Checked) -> str:
     """Checks that the results do not depend on the previous contents of their memory."""
     sample, found = case.draw(), []
     for fill in (0x01, 0x80):
-        if case.device == "cpu":  # malloc fills freed memory with this byte, and fresh memory with its complement
+        if case.device == "cpu":  # makes malloc fill freed memory with `fill`, and new memory with its complement
             ctypes.CDLL(None).mallopt(M_PERTURB, fill)
-        other = case.draw()  # stays alive, so that the next call gets the memory of these results
+        other = case.draw()  # `other` stays alive, so that the last call below gets the memory of `results`
         results = case.call(*other.args)
         for x in results if case.device == "cuda" else ():
             x.fill_(fill)
@@ -338,8 +341,9 @@ def has_right_statistics(case: Checked) -> str:
 
 
 def far_apart(ours: Tensor, right: Tensor, eps: float) -> str | None:
-    """Says where the means over the first dimension differ, if their squared distance is too large. Draws with equal
-    means have such a distance with a probability of exp(-IMPROBABLE) (Laurent and Massart 2000, lemma 1)."""
+    """Says where the means over the first dimension differ most, or returns None if their squared distance is below a
+    bound. Draws from distributions with equal means exceed the bound with a probability of exp(-IMPROBABLE) (Laurent
+    and Massart 2000, lemma 1)."""
     spread = (ours.var(0) + right.var(0)) / DRAWS
     got, expected = ours.mean(0), right.mean(0)
     far = ((got - expected).abs() - eps * (ours.abs() + right.abs()).mean(0)).clamp(min=0)

@@ -1,6 +1,6 @@
-"""One call of an operator that another package registered: its samples, its results, and the expected results.
+"""Calls an operator that another package registered, with a sample, and compares its results with the expected ones.
 
-The judge is that of the tests (tests/judge.py), in this checkout or in its copy in the wheel.
+The comparison is that of the tests (tests/judge.py), read from this checkout or from its copy in the wheel.
 """
 
 import importlib
@@ -29,7 +29,8 @@ class CannotCheck(Exception):
 
 
 def of_tests(*names: str) -> list[Any]:
-    """Imports modules of this tree's tests. If the operator's own package has other `tests`, those stay importable."""
+    """Imports modules of tests/ beside this package. If another package has imported its own `tests`, that stays in
+    sys.modules."""
     found = importlib.util.find_spec("tests")
     if found is not None and found.origin == str(TREE / "tests" / "__init__.py"):
         return [importlib.import_module(f"tests.{name}") for name in names]
@@ -49,7 +50,7 @@ judge, checks, opspec = of_tests("judge", "checks", "opspec")
 
 
 def sentence(error: BaseException) -> str:
-    """Returns an error as one line."""
+    """Returns an exception's type and message as one line of text, with at most 300 characters of the message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
@@ -59,12 +60,12 @@ def in_words(x: Any) -> str:
 
 
 def is_written(argument: Any) -> bool:
-    """Returns whether the schema says that the operator writes an argument, or that a result is a written argument."""
+    """Returns whether the schema says that the operator writes this argument, or that this result is one it writes."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def is_plain(x: Any) -> bool:
-    """Returns whether a list is a single value: a list of numbers is, and a list of tensors is not."""
+    """Returns whether x is a list of numbers or strings, which is one value of a sample, and not a list of tensors."""
     return isinstance(x, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in x)
 
 
@@ -79,10 +80,11 @@ def on_cpu(x: Any) -> Any:
 
 
 class Checked:
-    """An operator on one device, with one of its samples.
+    """An operator on one device, with the function `source` that draws one of its samples.
 
     `source` draws positional and keyword arguments for a seed. A sample holds both in one flat list, with the tensors
-    of a list one by one. The operator writes into copies of the arguments, which are further results.
+    of a list as separate elements. The arguments that the operator writes are copied before each call, and the copies
+    count as further results.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class Checked:
             raise CannotCheck(f"{self.words(sample)}: the {who} raised {sentence(error)}") from error
 
     def draw(self, seed: int = 0) -> Any:
-        """Draws a sample into new memory."""
+        """Draws the sample of this seed, with its tensors in new memory on the device."""
         torch.manual_seed(seed)
         args, kwargs = self.source(seed)
         values = [*args, *kwargs.values()]
@@ -150,7 +152,7 @@ class Checked:
         return ", ".join(f"{name}: {in_words(x)}" for name, x in zip(self.names, sample.args, strict=True))
 
     def places(self, sample: Any, floating: bool = False) -> list[int]:
-        """Returns the indices of the arguments that are tensors."""
+        """Returns the indices of a sample's arguments that are tensors, or only of those with floating-point dtypes."""
         found = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor)]
         return [i for i in found if not floating or sample.args[i].is_floating_point()]
 
@@ -163,8 +165,8 @@ class Checked:
         return [x.clone() if i in self.written else x for i, x in enumerate(flat)]
 
     def call(self, *flat: Any, seed: int = 0) -> tuple[Tensor, ...]:
-        """Returns the operator's results and then its written arguments, at most as many tensors as the reference
-        returns."""
+        """Returns the operator's results, followed by the arguments that it wrote. The list is cut to the number of the
+        reference's results."""
         given = self.with_copies(flat)
         args, kwargs = self.arguments(given)
         if self.random:
@@ -174,7 +176,7 @@ class Checked:
         return (*tensors(own), *(given[i] for i in self.written))[: self.count]
 
     def right(self, *flat: Any) -> tuple[Tensor, ...]:
-        """Returns the reference's results. If they are fewer than the operator's, the written arguments follow."""
+        """Returns the reference's results. If there are fewer than `count`, the arguments that it wrote follow."""
         given = self.with_copies(flat)
         args, kwargs = self.arguments(given)
         assert self.reference is not None
@@ -185,7 +187,7 @@ class Checked:
         return tuple(x if flag else x.detach() for x, flag in zip(results, flags, strict=True))
 
     def itself(self, *flat: Any) -> tuple[Tensor, ...]:
-        """Replaces a missing reference by the operator on contiguous copies, in the dtypes of the sample."""
+        """Stands for a missing reference: calls the operator on contiguous copies, in the dtypes of the sample."""
         given = [
             x.to(self.device, dtype).contiguous() if dtype else x for x, dtype in zip(flat, self.dtypes, strict=True)
         ]
@@ -195,14 +197,15 @@ class Checked:
         return judge.expect(self.spec, opspec.Sample(tuple(map(on_cpu, sample.args))), checks.random_grad())
 
     def judged(self, sample: Any, what: str = "", expected: Any = None, call: Any = None, limits: bool = False) -> None:
-        """Calls the operator, and asserts that its results are right, and its gradients if the sample has leaves."""
+        """Calls the operator, and asserts that its results are right. If tensors of the sample require grad, their
+        gradients must be right, too."""
         expected = expected or self.expect(sample)
         ours = judge.run(call or self.call, sample, checks.random_grad())
         ours = judge.Result(tuple(map(on_cpu, ours.outputs)), list(map(on_cpu, ours.gradients)))
         judge.assert_right(ours, expected, f"{self.words(sample)}{what and ', '}{what}", limits)
 
     def same(self, now: Sequence[Tensor], before: Sequence[Tensor], sample: Any, what: str) -> None:
-        """Refuses the operator if its results differ from earlier ones."""
+        """Raises Refused if the operator's results `now` differ from those `before`."""
         for i, (x, y) in enumerate(zip(now, before, strict=True)):
             shapes = f"shape {list(x.shape)}, expected {list(y.shape)}" if x.shape != y.shape else None
             if message := shapes or judge.unequal(x, y):

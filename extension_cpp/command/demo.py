@@ -1,7 +1,7 @@
 """`demo` compares every operator with eager PyTorch, then trains a small converted language model.
 
-The model reads bytes of the English text that comes with every Python, and uses torch.nn alone. Two equal copies train
-on the same batches, one after nn.convert.
+The model reads bytes of the English text that comes with every Python, and uses torch.nn alone. Two equal copies of the
+model train on the same batches. One of them is changed by nn.convert before.
 """
 
 import logging
@@ -30,8 +30,8 @@ CHECKED_STEPS = 50
 TOLERANCE = 1e-3
 BATCH, CONTEXT = 16, 64
 WIDTH, HEADS, LAYERS = 96, 4, 2
-# The learning rate rises so slowly that two trainings whose weights differ by 1e-7 stay together for CHECKED_STEPS. A
-# difference above TOLERANCE therefore points to an error in an operator.
+# The learning rate rises so slowly that the losses of two models whose weights differ by 1e-7 stay within TOLERANCE of
+# each other for CHECKED_STEPS. A larger difference therefore points to an error in an operator.
 LEARNING_RATE, WARMUP = 5e-3, 150
 
 
@@ -39,8 +39,8 @@ LEARNING_RATE, WARMUP = 5e-3, 150
 
 
 def read_text() -> tuple[Tensor, Tensor]:
-    """Returns the bytes that occur in the text of Python's `help()` without tables, and this text as indices into
-    them."""
+    """Returns two tensors: the bytes that occur in the text of Python's `help()` without its tables, and this text as
+    indices into these bytes."""
     lines = demo_model.help_text().splitlines()
     return demo_model.indices(
         "\n".join(re.sub(r"\s+", " ", line).strip() for line in lines if not line.lstrip().startswith(("|", "+")))
@@ -66,7 +66,7 @@ class Run(demo_model.Training):
 
 
 def train(text: Tensor, vocabulary: int, device: str, steps: int, console: Console) -> tuple[Run, Run]:
-    """Trains both models in turns, so that both meet the same state of the machine."""
+    """Trains both models in turns, step by step, so that the state of the machine affects their times equally."""
     ours, stock = (Run(name, text, vocabulary, device, steps) for name in ("converted", "as it is"))
     changed, left = extension_cpp.nn.convert(ours.model)
     counted = Counter(function for functions in changed.values() for function in functions.split(", "))
@@ -116,7 +116,7 @@ def show_losses(ours: Run, stock: Run, console: Console) -> None:
 
 
 def compile_both(ours: Run, stock: Run, text: Tensor, device: str, console: Console) -> None:
-    """Compiles each model as one graph (fullgraph), which our operators do not break."""
+    """Times both models under torch.compile. fullgraph=True raises an error if an operator breaks the graph."""
     batch = demo_model.sequences(text, BATCH, CONTEXT, 0, device)
     table = Table("under torch.compile", "first step", "steps a second", title="Compiled")
     with console.status("compiling"):
@@ -147,7 +147,7 @@ def output_folder() -> Path:
 
 
 def draw(ours: Run, stock: Run, path: Path) -> None:
-    from matplotlib.figure import Figure  # in contrast to pyplot, it needs no display
+    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -165,7 +165,7 @@ def draw(ours: Run, stock: Run, path: Path) -> None:
 
 
 def choose_device(asked: str | None) -> tuple[str, str]:
-    """Returns the device to run on, and a remark on the choice, which may be empty."""
+    """Returns the device on which the demo runs, and a remark to print about this choice, which may be empty."""
     if asked == "cpu":
         return "cpu", ""
     machine = info.read_machine()
@@ -176,7 +176,7 @@ def choose_device(asked: str | None) -> tuple[str, str]:
 
 
 def check_compiler(what: str = "the demo", instead: str = "") -> None:
-    """Raises CannotRun if torch.compile would fail. It compiles C++, or C for Triton, with Python.h."""
+    """Raises CannotRun if torch.compile would fail, because it needs a C++ compiler and the header Python.h."""
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name.split()[0]) is None:
         raise CannotRun(
@@ -200,7 +200,7 @@ def run(asked_device: str | None, steps: int) -> int:
     """Runs the demo. Returns 1 if the losses differ in the first CHECKED_STEPS."""
     check_compiler()
     device, remark = choose_device(asked_device)
-    # torch warns of a toolkit without a GPU, which is no problem here.
+    # torch would warn if a CUDA toolkit is installed without a GPU, which is no problem for the demo.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     console = Console(highlight=False)
     console.print(f"extension_cpp {extension_cpp.__version__}, torch {torch.__version__}, {describe(device)}")

@@ -60,9 +60,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of a token mixer and a gated MLP. It takes and returns a branch and the residual stream, each of shape
-    (B, T, width). Under autocast the stream is float32 and a branch bfloat16. nn.convert fuses an addition of two
-    tensors of one dtype with the norm after it."""
+    """A block of a token mixer, such as attention, and a gated MLP. It takes and returns the last layer's result x and
+    the residual stream, each of shape (B, T, width). Under autocast x is bfloat16 and the stream float32, so x is cast
+    before the addition. nn.convert fuses an addition of two tensors of one dtype with the norm after it."""
 
     def __init__(self, width: int, mixer: nn.Module, norm: Callable[[int], nn.Module], bias: bool) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Predicts the next byte, with embeddings, blocks, a norm and an output layer."""
 
-    linear_loss = False  # whether to compute the loss by linear_cross_entropy, which nn.convert alone does not do
+    linear_loss = False  # whether linear_cross_entropy computes the loss; nn.convert replaces only transformers' losses
 
     def __init__(
         self,
@@ -134,7 +134,8 @@ def indices(text: str) -> tuple[Tensor, Tensor]:
 
 
 def sequences(text: Tensor, batch: int, context: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """Draws sequences from random places, and the bytes that follow, each (batch, context)."""
+    """Draws sequences of the text from random positions. Returns them and the byte after each of their bytes, two
+    tensors of shape (batch, context)."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
     drawn = text[starts + torch.arange(context + 1)].to(device)
@@ -142,7 +143,7 @@ def sequences(text: Tensor, batch: int, context: int, seed: int, device: str) ->
 
 
 def generate(model: nn.Module, tokens: Sequence[int], length: int, context: int, temperature: float) -> list[int]:
-    """Continues the tokens, and returns them with their continuation."""
+    """Generates `length` tokens after the given ones, and returns all of them in one list."""
     tokens, device = list(tokens), next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -156,7 +157,7 @@ def generate(model: nn.Module, tokens: Sequence[int], length: int, context: int,
 
 
 class Training:
-    """The training of a model, with an optimizer, and the loss and the seconds of each step."""
+    """Trains a model with AdamW, and records the loss and the seconds of each step."""
 
     def __init__(
         self,
@@ -167,8 +168,9 @@ class Training:
         warmup: int = WARMUP,
         keeps_gradients: bool = False,
     ) -> None:
-        """Takes all parameters, or parameter groups, as an optimizer does. `keeps_gradients` makes backward add to one
-        set of gradients. Under CUDA graphs new ones would be memory of the graph, which the next forward overwrites."""
+        """`parameters` are all parameters or parameter groups, as for an optimizer. With `keeps_gradients` the gradient
+        tensors stay allocated, and each backward adds to them. Under CUDA graphs gradients that backward allocates are
+        in the graph's memory, which the next forward overwrites."""
         self.model, self.learning_rate, self.steps, self.warmup = model, learning_rate, steps, warmup
         self.optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         self.keeps_gradients = keeps_gradients
@@ -178,7 +180,7 @@ class Training:
         self.seconds: list[float] = []  # one for each step of this run
 
     def backward(self, number: int) -> Tensor:
-        """Computes the gradients of the step of this number, and returns its loss."""
+        """Computes the gradients of the training step `number`, and returns the loss of this step."""
         raise NotImplementedError
 
     def mean(self, loss: Tensor) -> float:
@@ -197,7 +199,7 @@ class Training:
         self.seconds.append(time.perf_counter() - began)
 
     def step_seconds(self) -> float:
-        """Returns the median, which the slower first steps do not affect."""
+        """Returns the median time of a step, which the slower first steps hardly affect."""
         return statistics.median(self.seconds)
 
 
@@ -220,8 +222,8 @@ LOOKS: tuple[dict[str, Any], ...] = (
 
 
 def draw_losses(top: Any, bottom: Any, losses: dict[str, list[float]], title: str, alone: str = "") -> dict[str, Any]:
-    """Draws each curve into the axes `top`, and its distance from the first curve, or the words `alone`, into `bottom`.
-    Returns the colors of the curves."""
+    """Draws each loss curve into the axes `top`, and its distance from the first curve into the axes `bottom`. If there
+    is only one curve, the text `alone` stands there. Returns the colors of the curves by name."""
     first = next(iter(losses.values()), [])
     for look, (name, values) in zip(LOOKS, losses.items(), strict=False):
         marker = "." if len(values) == 1 else None

@@ -1,4 +1,4 @@
-"""Prints the first part of the demo: error and time of every operator, beside those of eager PyTorch."""
+"""Prints the table with which the demo begins: error and time of every operator, beside those of eager PyTorch."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ ROWS_CHECKED = 2**8
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SECONDS_A_ROW = 0.4  # seconds of timing per row, after two rounds of warm-up
 
-# The fastest form in eager PyTorch: PyTorch's function if there is one, or the formula in reference.py.
+# For each op the fastest function of eager PyTorch: PyTorch's own function if there is one, else that in reference.py.
 EAGER = SimpleNamespace(
     **vars(reference)
     | {name: getattr(F, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
@@ -41,7 +41,7 @@ EAGER = SimpleNamespace(
     }
 )
 
-# Shapes of tensors, as a function of the number of rows, by argument name. A name means the same in every operator.
+# The shape of a tensor argument, as a function of the number of rows. Equal names have equal shapes in all operators.
 SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
     **dict.fromkeys(("a", "b", "gate", "input", "logits", "residual", "up", "x"), lambda rows: (rows, COLUMNS)),
     **dict.fromkeys(("bias", "weight"), lambda rows: (COLUMNS,)),
@@ -66,16 +66,16 @@ class Case:
         self.is_known = needed <= {*self.names}
 
     def call(self, namespace: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Returns the outputs of the function of this name in the namespace."""
+        """Calls the namespace's function with the name of this operator, and returns its outputs as a tuple."""
         values = {name: VALUES[name] for name in self.names if name in VALUES}
         result = getattr(namespace, self.name)(**tensors, **values)
         return result if isinstance(result, tuple) else (result,)
 
     def make(self, rows: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Makes the tensors of a call. Those that can have a gradient require it."""
+        """Makes the tensors of a call. All except the target, cos and sin require grad."""
         generator = torch.Generator(device).manual_seed(0)
         made = {}
-        if "linear_weight" in self.names:  # a matrix product takes most of the time
+        if "linear_weight" in self.names:  # fewer rows, because a matrix product takes long
             rows = max(rows // 16, 1)
         for name in (name for name in self.names if name in SHAPES):
             shape = SHAPES[name](rows)
@@ -95,8 +95,8 @@ def cases() -> list[Case]:
 
 
 def keep_memory() -> None:
-    """Makes the C library keep freed blocks for the rest of the process. By default it returns large blocks to the
-    operating system, and the next call then spends more time on page faults than on its work."""
+    """Makes the C library keep freed memory for the rest of the process. By default it returns large blocks to the
+    operating system, and the next call of an operator then spends more time on page faults than on arithmetic."""
     with contextlib.suppress(OSError, AttributeError):  # not every C library has mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
@@ -107,7 +107,7 @@ def keep_memory() -> None:
 
 
 def results(case: Case, namespace: Any, tensors: dict[str, Tensor], grads_out: tuple[Tensor, ...]) -> list[Tensor]:
-    """Returns the outputs, and the gradients of all tensors that have one."""
+    """Calls a function, and returns its outputs and the gradients of all tensors that require grad."""
     outputs = case.call(namespace, tensors)
     leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads_out)]
@@ -120,7 +120,8 @@ def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
 
 
 def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
-    """Returns the largest error of our results and gradients, and that of eager's, except for dropout's other mask."""
+    """Returns the largest error of this package's results and gradients, and then that of eager PyTorch's. With dropout
+    there is no second number, because eager PyTorch draws another mask than the exact results have."""
     tensors = case.make(ROWS_CHECKED, device, dtype)
     exact = {
         name: each.detach().double().requires_grad_(each.requires_grad) if each.is_floating_point() else each
@@ -135,7 +136,7 @@ def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
     truth = results(case, reference, exact, tuple(grad.double() for grad in grads_out))
     errors = []
     for namespace in (extension_cpp, *([] if "p" in case.names else [EAGER])):
-        # Freed blocks are filled with NaN, so that an element that a kernel does not write shows.
+        # Memory is filled with NaN and freed, so that a result has NaN where the kernel does not write an element.
         poison = [torch.full_like(x, torch.nan) for x in 3 * [*tensors.values()] if x.is_floating_point()]
         del poison
         torch.manual_seed(0)  # the reference draws its dropout mask from the same seed
@@ -153,7 +154,7 @@ def seconds(function: Callable[[], Any], device: str) -> float:
         return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    # The device waits for a millisecond while the host runs ahead, so that only the device's work is timed.
+    # The device waits for about a millisecond while the host launches the call, so that only device work is timed.
     torch.cuda._sleep(2_000_000)
     start.record()
     function()
@@ -163,8 +164,8 @@ def seconds(function: Callable[[], Any], device: str) -> float:
 
 
 def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float) -> dict[str, float]:
-    """Returns the median seconds of a call of each function. The functions take turns, so that a change of the
-    machine's state affects all. The first two rounds, which use memory for the first time, do not count."""
+    """Returns the median seconds of a call of each function. In each round every function is called once, so that a
+    change of the machine's state affects all. The first two rounds, in which memory is first used, do not count."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     rounds, started = 0, time.perf_counter()
     while rounds < 5 or time.perf_counter() - started < budget:
@@ -175,7 +176,8 @@ def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float)
 
 
 def to_time(case: Case, tensors: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
-    """Returns functions to time: forward without gradients, and forward with backward, of our op and of eager's."""
+    """Returns four functions to time: of this package's op and of eager PyTorch's function, the forward without
+    gradients, and forward and backward together."""
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     grads_out = tuple(torch.ones_like(y) for y in case.call(EAGER, detached))
     functions: dict[str, Callable[[], Any]] = {}
@@ -193,7 +195,7 @@ def short(number: float) -> str:
 
 
 def milliseconds(ours: float, eager: float) -> list[str]:
-    """Returns two cells: both times, and eager's time divided by ours."""
+    """Returns two cells of the table: our time and eager PyTorch's, and eager's time divided by ours."""
     ratio = f"{eager / ours:.1f}" if eager < 9.9 * ours else f"{eager / ours:.0f}"
     return [f"{short(1000 * ours)} / {short(1000 * eager)}", f"[{'green' if ours <= eager else 'yellow'}]{ratio}x[/]"]
 

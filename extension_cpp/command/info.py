@@ -1,7 +1,7 @@
 """python -m extension_cpp info: prints what was built, what this machine has, and whether both fit.
 
-The command must work even if the package does not, because the library or torch is missing or too old. Nothing here
-needs the library, and torch is only imported to ask for a fact. `misfits` decides from plain values.
+The command must work even if the package cannot be loaded, because the library or torch is missing or too old. So this
+module needs no library when it is imported, and imports torch only inside functions. `misfits` takes no torch objects.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 OLDEST_GPU = (7, 5)
-# The oldest driver that runs programs of a CUDA release line.
+# The oldest NVIDIA driver that runs programs of a major CUDA version.
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
@@ -37,7 +37,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes the machine as the library finds it."""
+    """Describes what decides whether the GPU kernels can run on the machine."""
 
     torch: str | None  # version; None if torch is not installed
     torch_cuda: str | None  # the CUDA version that torch was built with
@@ -51,7 +51,7 @@ class Machine:
 
 
 def parse_build(text: str) -> Build:
-    """Parses the library's own description, `cuda=13.0 architectures=8.0,9.0+PTX cpu=baseline,v3,v4 debug=0`."""
+    """Parses the library's build text, such as `cuda=13.0 architectures=8.0,9.0+PTX cpu=baseline,v3,v4 debug=0`."""
     fields = dict(item.split("=", 1) for item in text.split())
     architectures = () if fields["architectures"] == "none" else tuple(fields["architectures"].split(","))
     cuda = None if fields["cuda"] == "none" else fields["cuda"]
@@ -68,7 +68,7 @@ def serves(architecture: str, capability: tuple[int, int], driver_compiles: bool
     """Returns whether code built for an architecture, such as "9.0+PTX", runs on a GPU of a compute capability.
 
     Machine code runs on GPUs with the same major number and the same or a higher minor number. With the suffix a it
-    runs only on that GPU. The driver compiles PTX for any GPU that is as new or newer.
+    runs only on GPUs of exactly this capability. The driver compiles PTX for GPUs of the same or a higher capability.
     """
     match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
     if match is None:
@@ -130,7 +130,7 @@ def _torch_and_driver_misfits(cuda: str, machine: Machine) -> list[str]:
 
 
 def _architecture_misfits(build: Build, machine: Machine, rebuild: str) -> list[str]:
-    # A driver compiles PTX only of a CUDA version that it supports. Machine code runs across one release line.
+    # A driver compiles PTX only of CUDA versions that it supports. Machine code needs only the same major version.
     knows_ptx = machine.driver_cuda is None or version(machine.driver_cuda) >= version(build.cuda or "")
     found = []
     for gpu in sorted(set(machine.gpus), key=lambda gpu: (gpu.capability, gpu.name)):
@@ -162,24 +162,24 @@ def library() -> Path:
 
 
 def ask_library(question: str, *arguments: Any) -> str:
-    """Calls one of the loaded library's functions that return a string."""
+    """Calls the library's C function extension_cpp_<question>, which returns a string."""
     function = getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")
     function.restype = ctypes.c_char_p
     return function(*arguments).decode()
 
 
 def ask_library_number(question: str) -> int:
-    """Calls one of the loaded library's functions without arguments that return a number."""
+    """Calls the library's C function extension_cpp_<question>, which takes no arguments and returns a number."""
     return int(getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")())
 
 
 def read_build() -> Build:
-    """Returns the loaded library's description of itself."""
+    """Returns what the library was built for, as the loaded library says it."""
     return parse_build(ask_library("build_info"))
 
 
 def search_build() -> Build | None:
-    """Searches the description in the file of a library that cannot be loaded. Returns None if there is none."""
+    """Returns what a library that cannot be loaded was built for, or None. The text is searched in the file's bytes."""
     try:
         match = re.search(rb"cuda=\S+ architectures=\S+ cpu=\S+ debug=[01]", library().read_bytes())
     except OSError:
@@ -203,7 +203,7 @@ def read_machine() -> Machine:
 
 
 def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
-    """Returns the driver's version and every GPU, also those hidden from torch or too old for it."""
+    """Returns the driver's version and all GPUs, including those that are hidden from torch or too old for it."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
@@ -240,8 +240,8 @@ def _search(pattern: str, path: str) -> re.Match[str] | None:
 
 
 def schemas() -> list[str]:
-    """Returns the schemas of all registered operators, without the overloads that have no Autograd kernel. Defaults are
-    written as in Python, because PyTorch prints 1e-05 with 17 digits."""
+    """Returns the schemas of all registered operators, except for overloads without an Autograd kernel. Defaults are
+    written as Python does, because PyTorch prints 1e-05 with 17 digits."""
     import torch
 
     from .._namespace import NAMESPACE
@@ -258,20 +258,20 @@ def schemas() -> list[str]:
 
 # ---- plans of the norms' GPU kernels (csrc/rows/plan.h) ----
 
-# The form of each norm, on which its plan depends: 0 is plain, 1 has a residual, 2 has dropout (rows/plan.h).
+# What each norm fuses, on which its plan depends (rows/plan.h): 0 is nothing, 1 a residual addition, 2 dropout.
 NORMS = {"layer_norm": 0, "rms_norm": 0, "add_layer_norm": 1, "add_rms_norm": 1, "layer_norm_dropout": 2}
 DTYPES = ("float64", "float32", "bfloat16", "float16")  # numbered as in csrc/common/dtype.h
 
 
 def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict[str, str]:
-    """Returns how an H100 would run a norm of contiguous tensors, if all gradients are needed."""
+    """Returns the plan with which an H100 would run a norm of contiguous tensors, or its backward for all gradients."""
     shape = ctypes.c_int64(rows), ctypes.c_int64(cols)
     text = ask_library("norm_plan", NORMS[op], DTYPES.index(dtype), backward, *shape)
     return dict(word.split("=", 1) for word in text.split())
 
 
 def run_plan(op: str, dtype: str, rows: int, cols: int, backward: bool, weights: str | None) -> int:
-    """Prints the plan, one number per line."""
+    """Prints the plan of a norm's kernel on an H100, with one number per line."""
     step = "backward" if backward else "forward"
     print(f"{op}, {step}, {rows} x {cols} in {dtype}, weights in {weights or dtype}, on an H100")
     for name, value in norm_plan(op, dtype, rows, cols, backward).items():
@@ -313,7 +313,8 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
 
 
 def run(load_error: str = "", with_schemas: bool = False) -> int:
-    """Prints whether the build fits, then the facts. Returns 1 if the package cannot be used; load_error says why."""
+    """Prints whether the build fits the machine, then the facts about both. Returns 1 if the package cannot be used;
+    load_error says why."""
     from .. import __version__  # this module may be imported before the package has completed its version
 
     build, machine = search_build() if load_error else read_build(), read_machine()

@@ -1,4 +1,4 @@
-"""Measures the time of one call, on the CPU, or on a GPU whose L2 holds nothing of the previous call."""
+"""Measures the time of one call on the CPU or on a GPU. The GPU's L2 cache is flushed before the call."""
 
 import functools
 import time

@@ -12,8 +12,8 @@ from . import scaffold, tree
 from .errors import CannotMake
 from .tree import Plan
 
-# The files of a new package. OWN and COPIED come from templates/package, and SHARED from this package. The user edits
-# OWN. --update replaces the others by a later version.
+# The files of a new package. OWN and COPIED come from templates/package, and SHARED from this repository. The user
+# edits the files of OWN. --update replaces the other files by those of a later version.
 OWN = [".github/workflows/ci.yml", "CHANGELOG.md", "MANIFEST.in", "README.md", "pyproject.toml", "requirements.txt"]
 OWN += ["docs/ops.md", "extension_cpp/__init__.py", "extension_cpp/_ops.pyi", "extension_cpp/ops.py"]
 OWN += ["extension_cpp/reference.py"]
@@ -29,7 +29,8 @@ SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*.h", "e
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
 SHARED += ["tests/opspec.py", "tests/specs/__init__.py", "tests/battery/*.py"]
 SHARED += ["tests/test_judge.py", "tests/test_library.py", "tests/guarded.py", "tests/c/guarded_allocator.c"]
-# The file of a package that lists the copied files, their version, and their digests when they were written.
+# The file of a new package that lists the copied files, with their digests when they were written and the version of
+# extension_cpp that they come from.
 MANIFEST = "copied.sha256"
 
 NEXT = """
@@ -46,14 +47,14 @@ def renamed(text: str, name: str) -> str:
 
 
 def copies() -> dict[str, str]:
-    """Returns the files that a package copies, by their path."""
+    """Returns the texts of the files that a new package copies, by their path."""
     texts = {place: (tree.TREE / "templates" / "package" / place).read_text() for place in COPIED}
     found = (path for pattern in SHARED for path in tree.TREE.glob(pattern) if path.is_file())
     return texts | {str(path.relative_to(tree.TREE)): path.read_text() for path in found}
 
 
 def under(folder: Path, texts: dict[str, str], name: str) -> dict[Path, str]:
-    """Renames and formats the texts for a package of this name, and returns them by their path in its folder."""
+    """Renames extension_cpp to `name` in the texts, and formats them. Returns the texts by their path in the folder."""
     license_text = texts.get("LICENSE")  # the copyright line must not be renamed
     found = {folder / renamed(place, name): renamed(text, name) for place, text in sorted(texts.items())}
     return tree.laid_out(found) | ({folder / "LICENSE": license_text} if license_text is not None else {})
@@ -64,7 +65,7 @@ def digest(data: bytes) -> str:
 
 
 def manifest(texts: dict[str, str]) -> str:
-    """Returns the text of the MANIFEST, with a digest for each path, which `sha256sum --check` can read."""
+    """Returns the text of the MANIFEST: a line with a digest for each path, in the format of `sha256sum --check`."""
     lines = (f"{found}  {place}\n" for place, found in sorted(texts.items()))
     return f"# Written by new-package of extension_cpp {extension_cpp.__version__.split('+')[0]}\n" + "".join(lines)
 
@@ -91,7 +92,7 @@ def plan_package(folder: Path, name: str, op: tree.Addition) -> Plan:
 
 
 def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
-    """Returns what an update changes, and the copied files that it leaves because the user changed them."""
+    """Returns the plan of an update, and the copied files that the update leaves because the user changed them."""
     lines = [line.split("  ", 1) for line in (root / MANIFEST).read_text().splitlines() if not line.startswith("#")]
     before = {place: known for known, place in lines}
     texts = under(root, copies(), name)
@@ -110,7 +111,7 @@ def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
             plan.changed[path] = texts[path]
         else:
             plan.removed.append(path)
-    # A file that stays keeps the digest of the version that the user changed.
+    # For a file that is left, the MANIFEST keeps the digest of the text that the user started from.
     kept = {str(path.relative_to(root)): before.get(str(path.relative_to(root)), "") for path in left}
     text = manifest(digests | {place: known for place, known in kept.items() if known})
     if text != (root / MANIFEST).read_text():

@@ -1,4 +1,4 @@
-"""Implements `new --kind`, which copies a template under another name, as an op of this tree or as an example."""
+"""Implements `new --kind`, which copies a template under another name, as an op of this repository or an example."""
 
 import argparse
 import ctypes
@@ -13,7 +13,7 @@ from .tree import Addition, Plan
 
 OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace", "tensors", "stencil", "segments")
 KINDS = (*OP_KINDS, "accessor")
-# The op of a new package of each kind: the name of what the template computes.
+# For each kind of template, the default name of the first op in a new package: what the template computes.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
 FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step", "stencil": "causal_conv"}
 FIRST_OP |= {"segments": "segment_sum", "tensors": "foreach_mul"}
@@ -30,7 +30,7 @@ Next:
 
 
 def check_module(what: str, name: str) -> None:
-    """Refuses a name under which Python would find another module, or that cannot be a C++ namespace."""
+    """Raises CannotMake if Python would find another module under this name, or if it cannot be a C++ namespace."""
     found = importlib.util.find_spec(name)  # a folder without __init__.py has no origin
     if name in sys.stdlib_module_names or name in TORCH_NAMESPACES or (found is not None and found.origin is not None):
         raise CannotMake(f"expected a name that is free for the {what}, but there is a module or namespace '{name}'")
@@ -39,18 +39,18 @@ def check_module(what: str, name: str) -> None:
 
 
 def named(name: str, symbols: set[str]) -> set[str]:
-    """Returns the symbols of a template that contain the placeholder, renamed for the op."""
+    """Returns those symbols of a template that contain the placeholder, with the op's name put in its place."""
     return {PLACEHOLDER.sub(name, symbol) for symbol in symbols if PLACEHOLDER.search(symbol)}
 
 
 def section_of(path: Path, start: str, name: str) -> str:
-    """Returns the text of a template from the line that begins with `start`, renamed for the op."""
+    """Returns the text of a template from the line that begins with `start` on, with the op's name put in."""
     text = path.read_text()
     return PLACEHOLDER.sub(name, text[text.index(f"\n{start}") :].strip("\n")) + "\n"
 
 
 def op_files(kind: str, name: str) -> dict[str, str]:
-    """Returns the files of an op by their path in a tree: kernels, shim, Python, spec and test."""
+    """Returns the texts of an op's files (kernels, shim, Python, spec and test) by their path in the repository."""
     template = tree.TREE / "templates" / kind
     kernels = sorted((template / "kernel_template").iterdir())
     places = {f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": path for path in kernels}
@@ -61,12 +61,12 @@ def op_files(kind: str, name: str) -> dict[str, str]:
 
 
 def from_template(kind: str, name: str) -> Addition:
-    """Returns the op of a template under another name. The op works without further edits."""
+    """Makes an op from a template, under the name `name`. The op works without further edits."""
     tree.check_identifier("op", name)
     template = tree.TREE / "templates" / kind
     texts = {path.name: path.read_text() for path in template.iterdir() if path.is_file()}
     reference = section_of(template / "reference_template.py", "def ", name)
-    # The row of docs/ops.md's table and the section there are as `make docs` writes them.
+    # The row of the table in docs/ops.md and the op's section there. `make docs` writes the same text.
     row, section = PLACEHOLDER.sub(name, texts["docs_template.md"]).split("\n\n", 1)
     has_types = "stub_template.pyi" in texts  # only differentiable operators are in _ops.pyi
     return Addition(
@@ -83,14 +83,14 @@ def from_template(kind: str, name: str) -> Addition:
 
 
 def new_example(name: str) -> None:
-    """Writes the template that is no op of the library into examples/."""
+    """Writes the template "accessor", which is a separate example and not an op of the library, into examples/."""
     tree.check_identifier("example", name)
     template = tree.TREE / "templates" / "accessor"
     texts = {path.name: path.read_text() for path in sorted(template.iterdir()) if path.is_file()}
     symbols = tree.top_level_names(texts["ops_template.py"])
     op = Addition(name, {}, "", lambda line: "", "", "", "", named(name, symbols), set())
     tree.check_free(op, tree.sources(), lambda place: (tree.TREE / place).exists())
-    # A test imports the file that has its name. That file must not hide another module or define the name again.
+    # The example's test imports the file <name>.py. The name must not hide another module, or be used in that file.
     if name in {"torch", "pytest"} | symbols:
         raise CannotMake(f"the name '{name}' is taken: the example's own code needs it")
     check_module("example", name)
@@ -104,7 +104,7 @@ def new_example(name: str) -> None:
 
 
 def addition(options: argparse.Namespace, name: str | None) -> Addition:
-    """Returns the op of --schema or --kind, under this name or its default name."""
+    """Returns the op that --schema or --kind asks for. Without a name it gets its default name."""
     operator = new.described(options, name)
     if operator is not None:
         return new.from_schema(operator)

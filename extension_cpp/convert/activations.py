@@ -1,4 +1,4 @@
-"""Defines the activations that nn.convert knows, and recognises them by running modules on probes."""
+"""Defines the activations that nn.convert knows, and recognises modules that compute them on test inputs (probes)."""
 
 from typing import Any, NamedTuple
 
@@ -11,17 +11,17 @@ from .formulas import DTYPES, EPS, Unfit, gradients_of, result_dtype, run, twin_
 
 
 class Known(NamedTuple):
-    """An activation for which there are ops."""
+    """An activation for which this package has an op, alone and in a gated product."""
 
     function: str  # names the op, the function in torch.nn.functional, and the formula in reference.py
     gated: str  # the op for activation(gate) * up
-    module: type[torch.nn.Module]  # PyTorch's module; the names in `options` are also its attributes
+    module: type[torch.nn.Module]  # the module of torch.nn; the names in `options` are also attributes of it
     options: dict[str, Any]  # keyword arguments of function, gated and module
-    backward_options: tuple[bool, ...] = ()  # arguments of `gated`'s backward operator that replace these
+    backward_options: tuple[bool, ...] = ()  # what `gated`'s backward operator takes in place of `options`
 
 
 # The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. A new
-# activation needs only a row here.
+# activation needs only an entry here.
 TANH = " with approximate='tanh'"
 KNOWN = {
     "silu": Known("silu", "swiglu", nn.SiLU, {}),
@@ -31,7 +31,7 @@ KNOWN = {
 
 
 def name_of_product(name: str) -> str:
-    """Returns the name in Converted.changed of the product with an activation."""
+    """Returns the name in Converted.changed of the gated product whose activation has this name."""
     return name.replace(KNOWN[name].function, KNOWN[name].gated)
 
 
@@ -69,14 +69,14 @@ def may_be_activation(module: torch.nn.Module) -> bool:
 
 
 def is_asked_for(module: torch.nn.Module) -> bool:
-    """Returns whether a user would ask why convert did not change this module."""
+    """Returns whether ``left`` must say why this module is not changed, because its class looks like an activation."""
     name = type(module).__name__.lower()
     is_torchs = isinstance(module, tuple(getattr(torch.nn, known.module.__name__) for known in KNOWN.values()))
     return is_torchs or (may_be_activation(module) and any(known.function in name for known in KNOWN.values()))
 
 
 def recognise(module: torch.nn.Module, input: str) -> Activation:
-    """Returns the activation that a module computes, found by running the module on probes."""
+    """Returns the activation that a module computes, found by running the module on test inputs."""
     if getattr(module, "inplace", False):
         raise Unfit("it works in place, which the op could only copy")
     for function in KNOWN:
@@ -97,11 +97,12 @@ CONSTANTS = 1e-9
 
 
 def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
-    """Compares a module with the function in float64, in training and evaluation mode, on 1 to 4 dimensions.
+    """Returns whether a module in `dtype` computes the function, in training and evaluation, on 1 to 4 dimensions.
 
-    The bound is relative to the input, because many gelus compute x * (1 + tanh(...)), where 1 + tanh cancels. It is 8
-    eps. Half of it is for the roundings of half an eps each: four of the polynomial (of which tanh's slope leaves 0.45
-    of one), and those of the sum and of two products. The other half is for PyTorch's functions.
+    The exact result is computed in float64. The bound is 8 eps of the input, not of the result, because many gelus
+    compute x * (1 + tanh(...)), where 1 + tanh cancels. Half of the bound is for roundings of half an eps each: those
+    of the sum and of two products, and four in the polynomial, which tanh's slope reduces to 0.45 of one. The other
+    half is for the errors of PyTorch's functions.
     """
     dense = torch.linspace(-30, 30, 2403, dtype=torch.float64)
     x = torch.cat([dense, torch.tensor([-1e4, -1e-3, 0.0, 1e-3, 1e4], dtype=torch.float64)]).to(dtype)
@@ -118,7 +119,7 @@ def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
 
 
 def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
-    """Compares the gradients with the function's, which shows whether a part is detached. Gradients are of size 1."""
+    """Returns whether a module's gradients, of size 1, are the function's. A module that detaches a term has others."""
     for training in (True, False):
         x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
         got = gradients_of(run(twin_of(module, [], training=training), x * 1), [x], torch.ones_like(x))

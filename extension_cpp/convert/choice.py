@@ -7,7 +7,7 @@ import torch
 
 from .activations import KNOWN
 
-# The functions that `changed` may name, without suffixes such as " with approximate='tanh'".
+# The names of functions in Converted.changed, without suffixes such as " with approximate='tanh'".
 FUNCTIONS = (
     "layer_norm",
     "rms_norm",
@@ -32,13 +32,13 @@ class Choice:
         self.skip = _items("skip", skip, model)
 
     def may_change(self, name: str) -> bool:
-        """Returns whether a module may be changed, as far as its name decides."""
+        """Returns whether ``only`` and ``skip`` may allow a change of the module with this name, whatever it calls."""
         if any(fnmatchcase(name, item) for item in self.skip if item not in FUNCTIONS):
             return False
         return self.only is None or any(item in FUNCTIONS or fnmatchcase(name, item) for item in self.only)
 
     def wants(self, name: str, function: str) -> bool:
-        """Returns whether the caller wants a module to call a function."""
+        """Returns whether ``only`` and ``skip`` allow that the module with this name calls the function."""
 
         def named(items: list[str]) -> bool:
             return any(item == function if item in FUNCTIONS else fnmatchcase(name, item) for item in items)
@@ -48,7 +48,7 @@ class Choice:
 
 
 def _items(argument: str, items: Iterable[str], model: torch.nn.Module) -> list[str]:
-    """Returns the items as a list, and refuses an item that matches nothing, because it is a mistake of the caller."""
+    """Returns the items as a list. Raises ValueError if an item is neither a function nor matches a module's name."""
     listed = [items] if isinstance(items, str) else list(items)
     names = [name for name, _ in model.named_modules()]
     for item in listed:

@@ -44,24 +44,24 @@ def convert(
     * torch.nn.LayerNorm, RMSNorm, SiLU, GELU, Dropout (with other masks from the same seed), Softmax, LogSoftmax and
       CrossEntropyLoss.
     * Every other module that computes layer_norm or rms_norm over the last dimension, or silu or gelu, whatever its
-      class is called. Many classes of Hugging Face models do. Such a module is run on probes, and its results and
+      class is called. Many classes of Hugging Face models do. Such a module is run on test inputs, and its results and
       gradients are compared with the formulas, in float32 and the half types, in training and evaluation. The formulas
       of norms have a weight, or 1 + weight as in Gemma.
     * Gated MLPs, ``act(gate) * up`` (swiglu, geglu), where act is such an activation or torch.nn.functional's silu or
       gelu. The linear layers around the product, packed or not, are called as before. If the product goes straight into
-      a plain torch.nn.Linear in the same expression, it is not saved for backward, which computes it again. The bits
-      are the same, with a third less memory.
+      a plain torch.nn.Linear in the same expression, the product is not saved for backward, which computes it again.
+      The results have the same bits, and the MLP's saved tensors take a third less memory.
     * Attention modules whose forward calls a function with "rotary" or "rope" in its name with q, k, cos and sin, or
-      with x, cos and sin (rotary_embedding). That function is run on probes, too. Other modules that call it do not
-      change.
+      with x, cos and sin (rotary_embedding). That function is run on test inputs, too. Calls with other arguments do
+      not change.
     * Modules that normalize a residual sum, ``s = residual + dropout(x)`` and ``norm(s)`` (add_layer_norm,
       add_rms_norm). There torch.nn.functional.dropout gets another mask, too.
     * The losses of Hugging Face's causal language models; see below.
 
     Gated MLPs, attention modules and modules with a residual sum get a new forward: a copy of the original's source in
-    which these places call the ops. At each call it looks at its arguments and modules. With a hook on the norm,
-    another module in its place (LoRA, sharding), inputs of several dtypes (autocast) or shapes that an op does not
-    take, it does what the original did.
+    which these places call the ops. At each call the new forward looks at its arguments and modules. With a hook on the
+    norm, another module in the norm's place (LoRA, sharding), inputs of several dtypes (autocast) or shapes that an op
+    does not take, it does what the original forward did.
 
     All modules stay instances of their class, take their input by the same name, and return the same dtype, also under
     autocast. Parameters (shared ones stay shared), their dtypes, buffers, hooks, training state, state_dict and repr do
@@ -69,23 +69,23 @@ def convert(
 
     In Hugging Face's causal language models whose ``loss_function`` is ForCausalLMLoss, the loss is changed as well. It
     is computed from the logits without a float32 copy of them, and is float32. With ``loss="linear"``
-    linear_cross_entropy computes it from the hidden states, and there are no logits: **if labels are given, the
+    linear_cross_entropy computes the loss from the hidden states, and there are no logits: **if labels are given, the
     result's ``logits`` are None**. Forward computes logits as before without labels, with ``return_dict=False``, and if
     something was put on the output layer later (LoRA, a hook, a loss_function). Losses have no second derivative.
 
     The ops compute in float32 (float64: float64) and round once. A model that is written in several operations rounds
-    in each of them. In half types a norm that rounds before it multiplies by the weight (Llama's) differs from the op's
-    by up to 1.5 eps of each element. A class that computes in float32 even for float64 inputs differs by float32's
-    rounding.
+    in each of them. In half types the result of a norm that rounds before it multiplies by the weight (Llama's) differs
+    from the op's by up to 1.5 eps of each element. The result of a class that computes in float32 even for float64
+    inputs differs by float32's rounding.
 
     Args:
         model: any module, compiled or not, on any device and of any dtype, also on meta. It may be a norm itself.
         loss: "logits" or "linear": what the loss of a causal language model is computed from. "linear" uses the scale
             and the softcap of the logits (Granite, Cohere, Gemma) that the model has at the time of this call.
-        only, skip: what to change and nothing else, and what not to change. Both take functions as ``changed`` names
-            them ("dropout"), and patterns of module names as for fnmatch ("lm_head", "model.layers.0.*"). The fused
-            functions need the simple ones: add_rms_norm replaces a norm that is changed to rms_norm, and swiglu needs a
-            silu module that is changed.
+        only, skip: ``only`` says what to change, and nothing else is changed; ``skip`` says what not to change. Both
+            take functions as ``changed`` names them ("dropout"), and patterns of module names as for fnmatch
+            ("lm_head", "model.layers.0.*"). The fused functions need the simple ones: add_rms_norm replaces a norm that
+            is changed to rms_norm, and swiglu needs a silu module that is changed.
         dry_run: return what would be changed, and change nothing.
 
     Returns:
@@ -137,8 +137,8 @@ def convert(
 def _losses(
     modules: dict[str, torch.nn.Module], is_linear: bool, choice: Choice, result: Converted
 ) -> list[tuple[torch.nn.Module, model_loss.Plan | None]]:
-    """Returns the models whose loss is replaced, with the plan of their linear loss or None. Adds them to the
-    result."""
+    """Returns the models whose loss is replaced, each with the Plan of its linear loss or None. Adds the models' names
+    to `result`."""
     losses = []
     for name, module in modules.items():
         if not model_loss.is_causal_lm(module):
@@ -155,9 +155,9 @@ def _losses(
 
 
 def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
-    """Returns the new classes of modules that as a whole compute a known function. Adds their names to the result."""
+    """Returns the new class of each module that as a whole computes a known function. Adds the names to `result`."""
     classes: dict[torch.nn.Module, type] = {}
-    recognised: dict[Any, Any] = {}  # formulas, or the reason why there is none
+    recognised: dict[Any, Any] = {}  # maps a module's _plain_state to its formula, or the reason why it has none
     for name, module in modules.items():
         # Only torch.nn's norms may have child modules (parametrizations) and still compute a known formula.
         if isinstance(module, OURS) or (module._modules and not isinstance(module, NORMS)):
@@ -177,8 +177,8 @@ def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Conve
 def _rewritten(
     modules: dict[str, torch.nn.Module], classes: dict[torch.nn.Module, type], choice: Choice, result: Converted
 ) -> dict[torch.nn.Module, type]:
-    """Returns the new classes of modules whose forward is rewritten, where `classes` has the new classes of the others.
-    Adds their names to the result."""
+    """Returns the new class of each module whose forward is rewritten. `classes` has the new classes of the modules
+    that as a whole are replaced. Adds the names of the rewritten modules to `result`."""
     changes = {}
     for name, module in modules.items():
         if module in classes or not module._modules or isinstance(module, (*OURS, model_loss.LinearLossModel)):
@@ -197,14 +197,14 @@ def _rewritten(
 
 
 def revert(model: torch.nn.Module) -> Converted:
-    """Undoes convert, in place: every converted module gets its class back, and every model its loss.
+    """Undoes convert, in place: every converted module gets its original class back, and every model its loss.
 
     Args:
         model: any module; it may be a norm itself.
 
     Returns:
         Two dicts by module name. ``changed`` has the class that each module has again. ``left`` has a sentence for each
-        converted module to which something else has given a class of its own since. Modules that were created as
+        converted module whose class something else has changed since. Modules that were created as
         extension_cpp.nn.LayerNorm, RMSNorm, SiLU, GELU, Dropout, Softmax, LogSoftmax or CrossEntropyLoss become those
         of torch.nn, except a loss with ``z_loss`` or ``softcap``, which is in ``left``. Other modules of
         extension_cpp.nn have no class to go back to.
@@ -220,7 +220,7 @@ def revert(model: torch.nn.Module) -> Converted:
         if isinstance(module, nn.CrossEntropyLoss) and module.extends_torch():
             result.left[name] = f"{_class_name(module)}: torch.nn.CrossEntropyLoss has no z_loss and no softcap"
         elif original is not None:
-            vars(module).pop("received", None)  # output layers have this attribute, which is None between calls
+            vars(module).pop("received", None)  # a converted output layer has this attribute, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
         elif isinstance(module, (formulas.GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
@@ -231,7 +231,7 @@ def revert(model: torch.nn.Module) -> Converted:
     return result
 
 
-# Our modules that replace those of torch.nn with the same name, and the functions that they call.
+# This package's modules that replace the modules of torch.nn with the same name, and the function that each one calls.
 FUNCTIONS: dict[type, str] = {
     nn.LayerNorm: "layer_norm",
     nn.RMSNorm: "rms_norm",
@@ -247,7 +247,7 @@ OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, formulas.Generated
 
 
 def _original(converted: type) -> type | None:
-    """Returns the class that a converted module had."""
+    """Returns the class that a converted module had before, or None if convert did not make its class."""
     if formulas.is_generated(converted):
         return converted.original  # type: ignore[attr-defined]  # every class that convert makes has it
     return ORIGINALS.get(converted) or model_loss.original_class(converted)
@@ -266,12 +266,12 @@ SHARDING = "fully_shard, parallelize_module or distribute_module"  # these repla
 
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
 
-# These are recognised only by their class, and are reported if they are not changed.
+# Modules that are recognised by their class alone. Converted.left reports those that are not changed.
 KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
 
 
 def _is_asked_for(module: torch.nn.Module) -> bool:
-    """Returns whether a user would ask why this module was not changed."""
+    """Returns whether ``left`` must say why this module was not changed, because its class looks like a known one."""
     is_called_norm = "norm" in _class_name(module).lower()
     return isinstance(module, (*KINDS, *NORMS)) or is_called_norm or activations.is_asked_for(module)
 
@@ -308,7 +308,7 @@ def _has_cuda() -> bool:
 
 
 def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
-    """Returns the class that makes the module call our ops."""
+    """Returns the new class, with which the module calls this package's ops. Raises Unfit if there is none."""
     if obstacle := _obstacle(module):
         raise Unfit(obstacle)
     if isinstance(module, KINDS) and type(module) not in KINDS:
@@ -334,12 +334,12 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
     original: type = type(module)
     try:
         return formulas.formula_class(original, formula)
-    except Exception as error:  # raised by its metaclass or its __init_subclass__
+    except Exception as error:  # raised by the original class's metaclass or __init_subclass__
         raise Unfit(f"it computes {formula}, but its class cannot be subclassed ({error})") from error
 
 
 def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
-    """Returns the formula that a module computes."""
+    """Returns the activation or norm that a module computes. Raises Unfit if it computes neither."""
     try:
         taken = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError) as error:
@@ -356,7 +356,7 @@ def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
-    """Returns all that decides a module's computation but parameter values, or None if it cannot be compared."""
+    """Returns a key of all that may decide which formula a module computes, or None if an attribute cannot be a key."""
     own = {name: value for name, value in vars(module).items() if name not in vars(torch.nn.Module())}
     if any(not isinstance(value, (bool, int, float, str, type(None))) for value in own.values()):
         return None

@@ -1,4 +1,4 @@
-"""Helpers of the other modules of nn.convert: classes that compute a known formula, and running modules on probes."""
+"""Provides helpers of nn.convert: classes that compute a known formula, functions that run modules on test inputs."""
 
 import contextlib
 import copy
@@ -20,8 +20,8 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
 class Unfit(Exception):
-    """Says in a part of a sentence why something is not changed. functools.cache does not cache exceptions, so that
-    another call may not meet the same reason."""
+    """Raised if something cannot be changed. The message is the part of a sentence that says why. functools.cache does
+    not cache exceptions, so that a cached function that raised Unfit runs again at the next call."""
 
 
 # Rules for the dtype of a module's result, as functions of x's dtype, the weight's dtype and the device type.
@@ -29,12 +29,12 @@ RESULTS = {
     "x": lambda x, weight, device: x,
     "promoted": lambda x, weight, device: torch.promote_types(x, weight),
     "half weight": lambda x, weight, device: weight if weight in HALF else torch.promote_types(x, weight),  # T5
-    # For autocast: the first is PyTorch's layer_norm, and the second casts the input to autocast's dtype (Nemotron).
+    # Two rules under autocast: PyTorch's layer_norm, and norms that cast the input to autocast's dtype (Nemotron).
     "float32 at least": lambda x, weight, device: torch.promote_types(x, torch.float32),
     "autocast": lambda x, weight, device: x if x is torch.float64 else torch.get_autocast_dtype(device),
 }
 
-# PyTorch has different dtype rules in each of these: without autocast, and under autocast of a device type.
+# The contexts in which PyTorch has different dtype rules: without autocast, and under autocast for a device type.
 CONTEXTS = ("", "cpu", "cuda")
 
 
@@ -63,22 +63,23 @@ def shape_of(x: Tensor) -> Sequence[int]:
 
 
 def can_be_joined(a: Tensor, b: Tensor, results: tuple[str, ...], weight: Tensor | None = None) -> bool:
-    """Returns whether one kernel accepts both tensors, and its result has the right dtype."""
+    """Returns whether one kernel accepts both tensors, and its result has the dtype that the original would return."""
     same = a.dtype is b.dtype and a.device == b.device and shape_of(a) == shape_of(b)
     return same and result_dtype(results, a, weight) is a.dtype
 
 
 class Generated(type):
     """The metaclass of the classes that convert makes. Instances and subclasses of the original class also count as
-    theirs. Tools such as FSDP's policies look for layers by the class of one, and convert may not have changed all."""
+    instances and subclasses of the generated class. Tools such as FSDP's policies take the class of one layer to find
+    all layers, of which convert may have changed only some."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        """Looks at the __mro__ alone. torch.compile cannot trace type's check. The check of an abstract class asks its
-        subclasses, so that issubclass here would recurse without end. Subclasses of a generated class accept no
-        more."""
+        """Reads only the __mro__, because torch.compile cannot trace the check of `type`. issubclass would also recurse
+        without end for an abstract class, whose check asks its subclasses. A subclass of a generated class does not
+        accept instances of the original class."""
         original = vars(cls).get("original")
         return cls in subclass.__mro__ or (original in cls.__bases__ and original in subclass.__mro__)
 
@@ -158,8 +159,8 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """A context and decorator in which probes compute what they would in a new process. What convert learns and caches
-    must not depend on the modes of its caller."""
+    """Switches off the caller's modes, as a context or a decorator, so that modules compute what they would in a new
+    process. What convert learns and caches must not depend on the modes of its caller."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         while torch._C._len_torch_function_stack():  # a default device is a function mode, too
@@ -175,7 +176,7 @@ def outside_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
-    """Enables autocast for one device type, which may be missing, or for none if it is "", with PyTorch's dtypes."""
+    """Enables autocast, with PyTorch's default dtypes, for one device type, which may be missing, or for none ("")."""
     with contextlib.ExitStack() as stack:
         for each, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
             stack.callback(torch.set_autocast_enabled, each, torch.is_autocast_enabled(each))
@@ -186,7 +187,7 @@ def autocast(device: str) -> Iterator[None]:
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
-    """Runs the forward of the twin's class. Returns None if forward raises, or returns another shape or device."""
+    """Runs the forward of the twin's class. Returns None if it raises, or returns another shape or device than x's."""
     try:
         with autocast(context), torch.random.fork_rng(devices=[]):
             y = twin.forward(x)
@@ -225,7 +226,7 @@ def probed_dtypes(
 
 
 def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
-    """Returns the rule for the dtype of a module's result, for each of CONTEXTS."""
+    """Returns for each of CONTEXTS the rule (a key of RESULTS) that the dtypes of a module's results follow."""
     taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
     found = []
     for context in CONTEXTS:

@@ -1,8 +1,8 @@
 """Replaces the forward of modules with gated products, residual additions or rotary embedding, as a part of nn.convert.
 
 rewriter.py finds these in the source of a forward, and makes a copy that calls the methods below. At each call a method
-looks at its arguments. If the kernel computes the same as the original, the method runs the kernel. If not (a hook on
-the norm, another module in its place, other dtypes or shapes), it does what the original did.
+looks at its arguments. If a kernel computes what the original code would compute, the method runs the kernel. If not (a
+hook on the norm, another module in the norm's place, other dtypes or shapes), it does what the original code did.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ AS_INPUT = ("x",) * len(CONTEXTS)
 
 
 class RewrittenModule(GeneratedModule):
-    """Has a rewritten forward, which calls these methods."""
+    """The base class of modules with a rewritten forward, which calls the methods of this class."""
 
     sites: ClassVar[frozenset[Site]]
-    rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # the place, function and form of each recognised call
+    rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # the site, function and Rotary of each recognised call
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
         """Computes ``act(gate) * up``."""
@@ -79,7 +79,7 @@ class RewrittenModule(GeneratedModule):
 
 
 def _norm(norm: Any) -> Options | None:
-    """Returns the options of a norm, or None if the norm module must be called."""
+    """Returns the options with which an op computes a norm module, or None if the module itself must be called."""
     if must_run(norm) is not None:
         return None
     if type(norm) is nn.LayerNorm:
@@ -90,7 +90,8 @@ def _norm(norm: Any) -> Options | None:
 
 
 def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
-    """Returns the function of an activation and the rules for its results' dtypes, or "" if it must be called."""
+    """Returns the key of an activation in KNOWN and the rules for its results' dtypes. The key is "" if the activation
+    module itself must be called."""
     if isinstance(act, str):
         return act, AS_INPUT
     if must_run(act) is not None:
@@ -105,7 +106,8 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
 
 @functools.cache
 def rewritten_class(original: type, sites: frozenset[Site]) -> type:
-    """Makes a subclass of RewrittenModule and the original, with its module and signature for transformers."""
+    """Makes a subclass of RewrittenModule and the original. transformers reads the class's __module__ and the signature
+    of its forward, so both are the original's."""
     forward = sources.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     rotaries = []
@@ -117,7 +119,7 @@ def rewritten_class(original: type, sites: frozenset[Site]) -> type:
     more = {"sites": sites, "forward": forward, "rotaries": tuple(rotaries), "blank": (_blank, original, sites)}
     try:
         return generated_class(RewrittenModule, original, names | more)
-    except Exception as error:  # raised by its metaclass or its __init_subclass__
+    except Exception as error:  # raised by the original class's metaclass or __init_subclass__
         raise Unfit(f"its class cannot be subclassed ({error})") from error
 
 
@@ -136,8 +138,9 @@ def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
 def decide(
     module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type], wants: Callable[[str], bool]
 ) -> tuple[type | None, str, list[str]]:
-    """Returns the new class of a module or None, the functions that it calls then, and why something users would ask
-    about is not changed. `class_of` says which class a child will have, and `wants` which functions may be called."""
+    """Returns the new class of a module or None, the functions that its new forward calls, and the reasons why other
+    calls in the forward were not replaced. `class_of` says which class a child will have, and `wants` which functions
+    may be called."""
     kind: Any = type(module)
     sites: tuple[Site, ...] = ()
     if kind.__module__.split(".")[0] != "torch" and "forward" not in vars(module):
@@ -171,7 +174,8 @@ def decide(
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:
-    """Returns the function that replaces a gated product or the norm of a sum, if the child has this class."""
+    """Returns the function that replaces a gated product or the norm of a sum. `kind` is the class of the child module
+    that is the activation or the norm."""
     formula: Any = kind.formula if kind is not None and is_formula_class(kind) else None  # type: ignore[attr-defined]
     if site.kind == "add_norm":
         if kind in (nn.LayerNorm, nn.RMSNorm):

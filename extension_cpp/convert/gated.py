@@ -17,7 +17,7 @@ _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  
 
 @torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
-    """Computes ``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
+    """Computes ``activation(gate) * up``, by one kernel if the result then has the dtype that the original returns."""
     if can_be_joined(gate, up, results):
         return _product(gate, up, function)
     return activation(gate, function, results) * up
@@ -31,8 +31,9 @@ def _product(gate: Tensor, up: Tensor, function: str) -> Tensor:
 def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) -> bool:
     """Returns whether GatedLinear computes what `linear` computes from the product, and saves less for backward.
 
-    This needs an unchanged torch.nn.Linear that runs now. It is false while a graph records the call (a compiler itself
-    decides what to recompute), under autocast, and for a weight without gradient, which needs no product.
+    `linear` must be an unchanged torch.nn.Linear. The result is False while a graph records the call, because a
+    compiler itself decides what to recompute, under autocast, and for a weight that needs no gradient, for which
+    PyTorch does not save the product.
     """
     if torch.compiler.is_compiling() or is_recorded() or torch._C._are_functorch_transforms_active():
         return False

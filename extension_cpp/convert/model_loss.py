@@ -58,7 +58,7 @@ def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
 
 
 def is_causal_lm(module: torch.nn.Module) -> bool:
-    """Returns whether a module is a transformers model whose loss is ForCausalLMLoss, or is so by its loss_type."""
+    """Returns whether a module is a transformers model whose loss is ForCausalLMLoss, set directly or by loss_type."""
     utilities = sys.modules.get("transformers.loss.loss_utils")
     if utilities is None or not isinstance(module, _modeling().PreTrainedModel) or isinstance(module, LinearLossModel):
         return False
@@ -116,7 +116,8 @@ def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Removes our loss function from a model with its original class. Returns False if it has none of ours."""
+    """Removes the loss function that convert set on a model, whose class is the original again. Returns False if the
+    model has no such loss function."""
     if isinstance(module, LinearLossModel) or not _has_our_loss(module):
         return False
     del vars(module)["_loss_function"]
@@ -203,7 +204,8 @@ class LinearLossModel:
 
 @functools.cache
 def linear_class(original: type, plan: Plan) -> type:
-    """Makes a subclass of LinearLossModel and the original, with its module and signature for transformers."""
+    """Makes a subclass of LinearLossModel and the original. transformers reads the class's __module__ and the signature
+    of its forward, so both are the original's."""
 
     @functools.wraps(original.forward)  # type: ignore[attr-defined]  # `type` has no forward, a model's class has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,8 +234,9 @@ def original_class(converted: type) -> type | None:
 
 
 def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether this call computes the linear loss. It must have labels and return a named result (return_dict).
-    The output layer must have no hooks or forward of its own, and like the loss function not be replaced."""
+    """Returns whether this call computes the linear loss. The call must have labels and return a named result
+    (return_dict). The output layer must have no hooks and no forward of its own. Neither the output layer nor the loss
+    function may have been replaced."""
     plan: Plan = self.plan
     labels = args[plan.labels] if len(args) > plan.labels else kwargs.get("labels")
     if labels is None or getattr(self, "_loss_function", None) is not causal_lm_loss:
@@ -284,7 +287,7 @@ def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module]
     return Plan(name, arguments.index("labels"), return_dict, scale, softcap)
 
 
-# Two elements of the probe, exact in every dtype. The small one reveals the scale, and the large one the softcap.
+# Two elements of the probe, exact in float32 and float64. SMALL reveals the scale, and LARGE reveals the softcap.
 SMALL, LARGE = 2.0**-20, 2.0**100
 
 

@@ -1,4 +1,4 @@
-"""Recognises norms over the last dimension by running modules on probes, as a part of nn.convert."""
+"""Recognises norms over the last dimension by running modules on test inputs (probes), as a part of nn.convert."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from .formulas import EPS, HALF, Unfit, parameters_of
 
 
 class Options(NamedTuple):
-    """The arguments of a norm at a call."""
+    """The arguments with which an op computes a norm module at one call."""
 
     shape: Any  # the normalized shape; None means the last dimension
     weight: Tensor | None
@@ -58,7 +58,7 @@ def norm(x: Tensor, options: Options) -> Tensor:
 
 def add_norm(x: Tensor, residual: Tensor, p: float, training: bool, options: Options) -> tuple[Tensor, Tensor] | None:
     """Computes the norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. Returns None if the kernel does
-    not accept both tensors, or its results would not have the dtypes of the two operations."""
+    not accept both tensors, or if a separate addition and norm would give results of other dtypes."""
     is_plain = x.dtype is torch.float32 or formulas.context_of(x) == 0  # autocast casts other dtypes
     if not is_plain or not formulas.can_be_joined(x, residual, options.results, options.weight):
         return None
@@ -83,7 +83,7 @@ def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
 
 
 def recognise(module: torch.nn.Module, input: str) -> Norm:
-    """Returns the formula that a module computes, found by running the module on probes."""
+    """Returns the formula that a module computes, found by running the module on test inputs."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
     floats = sorted(_float_attributes(module), key=_not_called_eps)
     if any(buffer is not None for buffer in module._buffers.values()):
@@ -125,7 +125,8 @@ def _float_attributes(module: torch.nn.Module) -> set[str]:
 
 
 def _check(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> None:
-    """Refuses a module that computes the formula in one mode or for one set of attributes, but not in all."""
+    """Raises Unfit if a module computes the formula only in training or in evaluation, only in float32, only for its
+    present attributes, or with other gradients."""
     for training in (True, False):
         mode = {"training": training}
         if not _agrees(module, formula, width, torch.float32, 3, **mode):
@@ -146,7 +147,8 @@ def _not_called_eps(name: str) -> tuple[bool, str]:
 
 
 def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:
-    """Makes rows with mean 0 and deviation 1, with mean 3, and so small that eps matters, and a weight and a bias."""
+    """Makes test inputs: rows with mean 0 and standard deviation 1, rows with mean 3 and rows so small that eps
+    matters, a weight and a bias."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
     rows[2:4] += 3
@@ -167,10 +169,10 @@ def _exact(formula: Norm, eps: float, x: Tensor, weight: Tensor | None = None, b
 def _agrees(
     module: torch.nn.Module, formula: Norm, width: int, dtype: torch.dtype, dims: int, **attributes: Any
 ) -> bool:
-    """Compares a module with the formula in float64, with some of the module's attributes changed.
+    """Returns whether a module, with these attributes changed, computes the formula, itself computed in float64.
 
     In float32 the bound covers sums of up to 2^16 squares that are added in a tree, and x - mean (16 to 20 roundings of
-    half an eps each). In half types it covers the rounding of xhat, a product, the result and the row's statistics.
+    half an eps each). In half types it covers the roundings of xhat, a product, the result and the row's statistics.
     """
     eps = attributes.get(formula.eps, getattr(module, formula.eps))
     x, *parameters = _probe(formula, eps, width, dtype, dims)
@@ -184,9 +186,10 @@ def _agrees(
 
 
 def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attributes: Any) -> bool:
-    """Compares the gradients with the formula's, row by row. This shows whether statistics or a weight are detached.
+    """Returns whether a module's gradients are the formula's in each row. They differ if the module detaches a term.
 
-    The bound is far above rounding errors, about 100 eps of a row, and far below a missing term.
+    The bound, 1e-3 of the row's largest gradient, is far above the rounding errors, which are about 100 eps of it, and
+    far below a missing term.
     """
     eps = getattr(module, formula.eps)
     x, *parameters = _probe(formula, eps, width, torch.float32, 2)

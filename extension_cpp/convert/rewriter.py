@@ -1,4 +1,4 @@
-"""Finds code that the ops can run in the syntax tree of a forward, and replaces it, as a part of nn.convert.
+"""Finds, in the syntax tree of a forward, code that the ops can run, and replaces it, as a part of nn.convert.
 
 The code has one of three forms, and is replaced by a call of a method of the module:
 
@@ -30,7 +30,7 @@ SIMPLE = (ast.Assign, ast.Return, ast.Expr)  # statements whose expressions run 
 
 
 class Site(NamedTuple):
-    """A place in a forward that may be replaced."""
+    """An expression in a forward that the call of an op may replace."""
 
     kind: str  # "gated", "add_norm", "dropout", "rotary"
     name: str  # the module, as an attribute of self, or the function as the forward calls it
@@ -109,7 +109,8 @@ class Rewriter(ast.NodeTransformer):
         return ast.Call(function, list(arguments), [])
 
     def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
-        """Makes the call that replaces norm(total), together with a dropout before it whose result is ``target``."""
+        """Makes the call that replaces norm(total). It also replaces a dropout in total, or one whose result the
+        statement just before assigns to ``target``, and which total adds."""
         for x, residual in _operands(total, ast.Add):
             if (drawn := self.dropout(x)) is not None:
                 return self.call("add_norm", norm, drawn[1], residual, drawn[0])
@@ -181,7 +182,7 @@ class Rewriter(ast.NodeTransformer):
 
     def norm_behind(self, total: str, left: list[Any], kinds: tuple[type, ...] = SIMPLE) -> tuple[int, ast.Call | None]:
         """Looks for self.NORM(s) in the next statement of these kinds after a sum s. Returns how many statements come
-        before it (1 if there is `residual = s`, else 0), and the call if it may be replaced."""
+        before that one (1 if there is `residual = s`, else 0), and the call self.NORM(s) if it may be replaced."""
         alias = _assigned(left[0]) if left and _is_name(getattr(left[0], "value", None), total) else None
         at = 0 if alias is None else 1
         for name, node in self.child_calls(left[at], kinds) if len(left) > at else ():
@@ -284,7 +285,7 @@ def _total(statement: Any) -> str | None:
 
 
 def _has_one_argument(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Returns whether a node is a call with one positional argument. It may have keywords."""
+    """Returns whether a node is a call with one positional argument, and possibly keyword arguments."""
     return isinstance(node, ast.Call) and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred)
 
 
@@ -293,7 +294,7 @@ def _is_name(node: ast.AST | None, *names: str | None) -> bool:
 
 
 def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
-    """Returns whether no other call in a statement runs before this one."""
+    """Returns whether this call runs before all other calls in its statement."""
     place = (call.lineno, call.col_offset)
     others = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
     return all(call in ast.walk(each) or (each.lineno, each.col_offset) > place for each in others)

@@ -1,4 +1,4 @@
-"""Recognises functions that rotate queries and keys by calling them on probes, as a part of nn.convert."""
+"""Recognises functions that rotate queries and keys, by calling them on test inputs, as a part of nn.convert."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,17 +12,17 @@ from .formulas import EPS, HALF, Unfit, gradients_of, outside_modes
 
 
 class Rotary(NamedTuple):
-    """The form of rotary_embedding that function(q, k, cos, sin, **options) computes, and its valid inputs."""
+    """The variant of rotary_embedding that function(q, k, cos, sin, **options) computes, and the inputs it takes."""
 
-    layouts: tuple[str, ...]  # keys of LAYOUTS, which differ in their number of dimensions
+    layouts: tuple[str, ...]  # keys of LAYOUTS, one for each number of dimensions that the function takes
     interleaved: bool
-    repeats: bool  # uses only the first half of the columns of cos and sin, each for two adjacent columns (GLM)
+    repeats: bool  # only the first half of cos's and sin's columns is used, each for two adjacent columns of q (GLM)
     is_partial: bool  # cos and sin may have fewer columns than q and k
     takes_float: bool  # if q and k are half, cos and sin may be float32, and the results are half
 
 
-# For each layout: the number of dimensions of q and k, the two that are swapped for the op, the dimension of the
-# tokens, and the number of dimensions of cos and sin.
+# For each layout: the number of dimensions of q and k, the two dimensions that are swapped for the op, the dimension of
+# the tokens, and the number of dimensions of cos and sin.
 LAYOUTS = {
     "batch, heads, tokens": (4, None, 2, 3),
     "batch, tokens, heads": (4, (1, 2), 1, 3),
@@ -87,7 +87,7 @@ def _rotate(
 
 @outside_modes()
 def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary:
-    """Returns the form that a function of q, k, cos, sin computes, found by calling it on probes."""
+    """Returns the variant that a function of q, k, cos, sin computes, found by calling the function on test inputs."""
 
     def function(*inputs: Tensor) -> Any:
         return rotation(*inputs, **options)
@@ -113,7 +113,7 @@ def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary:
 
 
 def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -> list[Tensor]:
-    """Makes q, k, cos and sin. All sizes differ, and so do all columns of cos and sin."""
+    """Makes q, k, cos and sin for a test call. All sizes differ, and so do all columns of cos and sin."""
     generator = torch.Generator().manual_seed(0)
     dims, swapped, *_ = LAYOUTS[layout]
 
@@ -130,7 +130,7 @@ def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -
 
 
 def _call(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Calls the function. Returns None if it raises, or its results are no tensors of q's and k's shapes and dtypes."""
+    """Calls the function. Returns None if it raises, or its results do not have the shapes and dtypes of q and k."""
     try:
         with torch.random.fork_rng(devices=[]):
             results = function(*inputs)
@@ -150,7 +150,8 @@ def _agrees(
     tables: torch.dtype | None = None,
     rotated: int = 8,
 ) -> bool:
-    """Compares a function with the formula in float64, for cos and sin with a batch and, if possible, of batch 1.
+    """Returns whether a function computes the formula, which is computed in float64. If cos and sin have a batch
+    dimension, the function is also called with one batch element of them for all of q and k.
 
     The function rounds two products and a sum. Each rounding is half an eps of at most |x cos| + |x sin|.
     """
@@ -170,7 +171,7 @@ def _agrees(
 
 
 def _gradients_agree(function: Callable[..., Any], rotary: Rotary, layout: str) -> bool:
-    """Compares the gradients of q and k. The bound is about 100 eps; a missing term would be of size 1."""
+    """Returns whether the gradients of q and k are the formula's, within about 100 eps. A missing term is of size 1."""
     gradients = []
     for run in (
         lambda *inputs: _call(function, [*inputs]),

@@ -1,7 +1,7 @@
 """Reads the source of a forward, and compiles what rewriter.py makes of it, as a part of nn.convert.
 
-The source is used only if it compiles to exactly the code that runs. The copy has the original's globals (not a copy of
-them), defaults, decorators and line numbers. Later patches of these globals therefore work, and tracebacks are right.
+The source is used only if it compiles to exactly the code that runs. The new function has the original's globals (not a
+copy of them), defaults, decorators and line numbers. So later patches of these globals work, and tracebacks are right.
 """
 
 import __future__
@@ -22,7 +22,7 @@ FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 
 @functools.cache
 def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...]:
-    """Returns all places that may be replaced in a forward."""
+    """Returns all expressions in a forward that the call of an op may replace."""
     found = _definition(forward)
     sites: dict[Site, None] = {}
 
@@ -78,7 +78,7 @@ def _decorated(outer: Any, inner: Any, new: Any) -> Any:
 
 
 def _definition(forward: Callable[..., Any]) -> ast.FunctionDef:
-    """Returns the syntax tree of a forward, if its source compiles to the code that runs."""
+    """Returns the syntax tree of a forward. Raises Unfit if its source does not compile to the code that runs."""
     inner: Any = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
         raise Unfit("its forward is not a plain function")
@@ -107,8 +107,8 @@ def _compile(definition: ast.FunctionDef, original: types.CodeType) -> types.Cod
 
 @functools.cache
 def _imports(filename: str) -> tuple[ast.stmt, ...]:
-    """Returns the imports of a source file. They are compiled with a forward, because Python compiles a call of an
-    imported module's attribute differently."""
+    """Returns the imports of a source file. They are compiled with a forward, because Python compiles `name.f()` to
+    other code if `name` is imported in the same source."""
     left: list[Any] = list(ast.parse("".join(linecache.getlines(filename))).body)
     found: list[ast.stmt] = []
     while left:
@@ -130,6 +130,6 @@ def _are_equal(a: types.CodeType, b: types.CodeType) -> bool:
     return all(
         _are_equal(x, y)
         if isinstance(x, types.CodeType) and isinstance(y, types.CodeType)
-        else type(x) is type(y) and (x == y or isinstance(x, str))  # a docstring is not code
+        else type(x) is type(y) and (x == y or isinstance(x, str))  # strings may differ, as docstrings do
         for x, y in pairs
     )

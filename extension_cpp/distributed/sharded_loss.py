@@ -1,13 +1,14 @@
 """Implements the losses of DTensors.
 
-With "mean" the sum of all losses is divided by the sum of all weights, because a mean of means is not the mean.
+With "mean" the sum of all processes' losses is divided by the sum of all their weights. The mean of the processes'
+means would differ, if the sums of their weights differ.
 
 If several processes share the classes (vocabulary-parallel), each runs cross_entropy on its own classes. Two
 all-reduces of up to three numbers a row combine the results. The first computes the maximum of the log-sum-exps. The
 second sums exp(lse - maximum), the target's logit and, for label smoothing, maximum - logit. Backward needs no
-all-reduce: it calls the operator with the log-sum-exp of all classes. The operator requires a target among its classes.
-Where another process has the target, it gets class 0, and backward writes that element of the gradient again, without
-the target's term.
+all-reduce: it calls the operator with the log-sum-exp of all classes. The operator requires that a row's target is one
+of the classes that it gets. If another process has the target's class, this process passes class 0 as the target.
+Backward then computes the gradient of class 0 again, without the target's term.
 """
 
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def _mean(loss: Any, weights: Any, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Classes:
-    """The range of classes that this process has."""
+    """Holds the range of classes of which this process has the logits."""
 
     mesh: DeviceMesh
     mesh_dim: int  # the dimension of the mesh along which the classes are sharded
@@ -87,14 +88,15 @@ class Classes:
     count: int  # number of classes of all processes
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
-        """Returns the maximum or the sum over the processes, in each process."""
+        """Reduces x over the processes that share the classes. Each of them gets the maximum or the sum."""
         whole = [Replicate()] * self.mesh.ndim
         parts = [Partial(op) if d == self.mesh_dim else Replicate() for d in range(self.mesh.ndim)]
         return DTensor.from_local(x, self.mesh, parts, run_check=False).redistribute(placements=whole).to_local()
 
 
 def classes_of(logits: DTensor, class_dim: int) -> Classes | None:
-    """Returns None unless the classes are sharded along one dimension of the mesh, and each process has some."""
+    """Returns this process's range of classes, or None unless exactly one dimension of the mesh shards the classes and
+    each process has some of them."""
     placements, mesh = logits.placements, logits.device_mesh
     along = [d for d, placement in enumerate(placements) if placement.is_shard(class_dim)]
     if len(along) != 1 or not all(type(p) in (Shard, Replicate) for p in placements):
@@ -106,14 +108,15 @@ def classes_of(logits: DTensor, class_dim: int) -> Classes | None:
 
 
 class RowLosses(torch.autograd.Function):
-    """Computes float64 losses of logits whose classes are sharded, placed as the target. loss.h has the formulas."""
+    """Computes the float64 loss of each row of logits whose classes are sharded. The losses have the placements of the
+    target. csrc/loss/loss.h has the formulas."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: DTensor,
         target: DTensor,  # placed like the rows
-        weight: Tensor | None,  # weights of all classes; None with label_smoothing
+        weight: Tensor | None,  # weights of the classes of all processes; None with label_smoothing
         class_dim: int,
         classes: Classes,
         options: LossOptions,
@@ -127,7 +130,7 @@ class RowLosses(torch.autograd.Function):
         label = labels - classes.first
         is_here = (label >= 0) & (label < x.shape[dim]) & ~is_ignored
         label = label.where(is_here, 0)
-        # With label_smoothing = 1 the loss is the mean of lse - z_c.
+        # With label_smoothing = 1 the operator's loss is the mean of lse - z_c over this process's classes c.
         local = options._replace(ignore_index=IGNORED, label_smoothing=float(label_smoothing > 0), z_loss=0.0)
         loss, saved, _ = own_ops.cross_entropy.default(x, label, None, *local.around(0), True)
         lse, rest = saved.double().unbind(-1)
@@ -141,7 +144,7 @@ class RowLosses(torch.autograd.Function):
         if label_smoothing > 0:
             sums.append((loss - rest + (most - lse)) * x.shape[dim])
         exponentials, z_target, *distance = classes.reduce(torch.stack(sums), "sum")
-        log_sum = exponentials.log()  # added last, because it is lost beside a large maximum
+        log_sum = exponentials.log()  # is added last below, because rounding would lose it beside a large `most`
         lse = most + log_sum
         losses = (1 - label_smoothing) * (most - z_target + log_sum) + options.z_loss * lse * lse
         if label_smoothing > 0:
@@ -162,7 +165,7 @@ class RowLosses(torch.autograd.Function):
         x, count = _local_rows(logits, ctx.class_dim), ctx.classes.count
         dim, acc = min(1, x.dim() - 1), torch.promote_types(x.dtype, torch.float32)
         grad = grad_out.redistribute(placements=ctx.placements).to_local().reshape(factor.shape) * factor
-        # The operator divides label_smoothing by the number of its own classes.
+        # The operator divides label_smoothing by the number of this process's classes, not of all classes.
         local = options._replace(ignore_index=IGNORED, label_smoothing=label_smoothing * x.shape[dim] / count)
         given = grad.to(acc), x, label, saved, grad.new_empty(0, dtype=acc), None
         grad_x = _ops.cross_entropy_backward(*given, *local.around(0))
@@ -182,14 +185,14 @@ def _local_rows(logits: DTensor, class_dim: int) -> Tensor:
 
 
 def _placed(x: Tensor, like: DTensor) -> DTensor:
-    """Makes a DTensor of this process's part, with the shape and the placements of another DTensor."""
+    """Makes a DTensor from this process's part x, with the shape and the placements of the DTensor `like`."""
     strides = torch.empty(like.shape, device="meta").stride()
     options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": strides}
     return DTensor.from_local(x.view(like.to_local().shape), like.device_mesh, like.placements, **options)
 
 
 def row_placements(logits: DTensor, class_dim: int) -> list[Any]:
-    """Returns the placements of a tensor that has a number for each row."""
+    """Returns the placements of a tensor that has one number for each row of the logits, such as the target."""
     return [
         Replicate() if p.is_shard(class_dim) else Shard(p.dim - (p.dim > class_dim)) if type(p) is Shard else p
         for p in logits.placements
@@ -197,8 +200,8 @@ def row_placements(logits: DTensor, class_dim: int) -> list[Any]:
 
 
 def _on_mesh_of_rows(logits: DTensor, class_dim: int, target: Tensor, weight: Tensor | None) -> tuple[Any, Any]:
-    """Returns the target and the weight as DTensors. A plain target has this process's rows, as for PyTorch's
-    loss_parallel; a plain weight is whole."""
+    """Returns the target and the weight as DTensors. A target that is a plain tensor has this process's rows, as for
+    PyTorch's loss_parallel. A weight that is a plain tensor has all classes."""
     mesh = logits.device_mesh
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, row_placements(logits, class_dim), run_check=False)
@@ -207,7 +210,7 @@ def _on_mesh_of_rows(logits: DTensor, class_dim: int, target: Tensor, weight: Te
 
 
 def _logits_over_classes(x: DTensor, weight: DTensor, bias: Tensor | None, mesh_dim: int) -> DTensor:
-    """Computes x @ weight.T + bias, for the classes in this process's part of the weight."""
+    """Computes x @ weight.T + bias. Each process computes the logits of the classes in its part of the weight."""
     last = x.ndim - 1
     rows = [
         Replicate() if d == mesh_dim or p.is_partial() or p.is_shard(last) else p for d, p in enumerate(x.placements)

@@ -2,8 +2,8 @@
 
 Importing this module registers the rules; the package imports it once torch.distributed.tensor is imported. A rule
 describes one dimension of the mesh. PyTorch combines rules for several dimensions, chooses the sharding that costs
-least to reach from the arguments' placements, and moves the data. If no rule allows a placement, the tensor is
-gathered.
+least to reach from the arguments' placements, and moves the data. If no rule allows an argument's placement, PyTorch
+gathers the argument.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from ..registration.entries import NONE, SHARDING, Call, Mark, Placement, Rule, 
 
 
 def _refuse(name: str) -> Rule:
-    """Returns the rule of operators marked NONE, which refuses DTensors."""
+    """Returns the rule of an operator marked NONE, which raises an error for DTensors."""
     instead = "leave out= away, or call it on to_local()" if name.endswith(".out") else "call it on to_local()"
 
     def rule(call: Call) -> Iterator[Sharding]:
@@ -32,12 +32,13 @@ def _refuse(name: str) -> Rule:
 
 
 def _as_torch(placement: Placement) -> Any:
-    """Converts a placement to PyTorch's class."""
+    """Converts a placement of a rule to PyTorch's Replicate, Shard or Partial."""
     return Replicate() if placement is None else Shard(placement) if isinstance(placement, int) else Partial()
 
 
 def _acceptable(op: Any, rule: Rule) -> Callable[..., Any]:
-    """Converts a rule for register_sharding to lists of placements, of the results and of the arguments by position."""
+    """Converts a rule to a function for register_sharding. The function returns pairs of two lists: the placements of
+    the results, and those of the arguments by position."""
     arguments, count = op._schema.arguments, len(op._schema.returns)
 
     def shardings(*args: Any, **keywords: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -57,8 +58,8 @@ def _acceptable(op: Any, rule: Rule) -> Callable[..., Any]:
 
 def register(op: Any, rule: Rule) -> None:
     register_sharding(op)(_acceptable(op, rule))
-    # PyTorch caches the result of a rule by the tensors and the arguments from the first int on. Our rules also read
-    # lists, bools, and which optional tensors are given.
+    # PyTorch caches the result of a rule. The key has the tensors and, by default, the arguments from the first int on.
+    # The rules here also read lists, bools, and which optional tensors are given, so the key must have those, too.
     kinds = [str(argument.type) for argument in op._schema.arguments]
     first = next((i for i, kind in enumerate(kinds) if kind not in ("Tensor", "float")), len(kinds))
     infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
@@ -66,7 +67,7 @@ def register(op: Any, rule: Rule) -> None:
 
 
 def overloads() -> dict[str, Any]:
-    """Returns every operator of the library, no-grad overloads included."""
+    """Returns every operator of the library by name, no-grad overloads included."""
     found = {}
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith(f"{NAMESPACE}::"):
@@ -85,7 +86,7 @@ for _name, _op in overloads().items():
 
 
 def whole(x: DTensor) -> DTensor:
-    """Returns x in every process, with partial sums added up."""
+    """Replicates x: every process gets the whole tensor, with partial sums added up."""
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 

@@ -10,13 +10,13 @@ from ..registration import checks
 
 
 def is_int(dim: Any) -> bool:
-    """Returns whether dim has __index__ and is no bool of Python, NumPy or a tensor. PyTorch refuses bools, too."""
+    """Returns whether dim has __index__ and is not a bool of Python, NumPy or torch. PyTorch takes no bool as dim."""
     is_bool = isinstance(dim, bool) or str(getattr(dim, "dtype", "")).endswith("bool")
     return hasattr(dim, "__index__") and not is_bool
 
 
 def as_dim(op: str, dim: Any) -> int:
-    """Returns the dimension, and refuses other types. The operator itself would take True for 1."""
+    """Returns dim, or fails if dim is not an int. The operator itself would accept True as 1."""
     if type(dim) is not int and not is_int(dim):
         checks.fail(op, f"expected dim to be an int, but got {dim!r}")
     return dim
@@ -28,9 +28,9 @@ def check_dim(op: str, x: Tensor, dim: int) -> None:
 
 
 def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> Callable[..., Tensor]:
-    """Makes the fake of an operator whose first arguments are the tensors `names`, all with the shape and dtype of the
-    last one, as is the result. With along_dim, the next argument is one of its dimensions. `hint` explains a wrong
-    dtype."""
+    """Makes the fake of an operator whose first arguments are the tensors `names`. They and the result have the shape
+    and dtype of the last of these tensors. With along_dim, the next argument is one of their dimensions. `hint` is
+    added to the message about a wrong dtype."""
 
     def fake(*args: Any) -> Tensor:
         *others, like = args[: len(names)]
@@ -45,5 +45,5 @@ def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> 
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns x in the dtype in which the ops compute."""
+    """Returns x in the dtype in which the ops compute: float32, or float64 for a float64 x."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

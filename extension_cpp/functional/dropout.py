@@ -15,7 +15,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
         p: the probability, from 0 to 1, rounded to a multiple of 2^-32.
         training: False: returns ``x``.
 
@@ -27,12 +27,12 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         RuntimeError: ``p`` is not between 0 and 1, or the dtype is not floating point.
 
     Differentiable, to any order. The mask is not stored. Backward computes it again, from a seed and the elements'
-    indices in ``x``. It is the same on CPU and CUDA, and for every dtype, layout and number of threads. PyTorch's
-    generator on ``x``'s device draws the seed, so torch.manual_seed decides it, checkpointing gets the same mask again,
-    and a CUDA graph draws a new seed at every replay. Under torch.compile Inductor draws the seed; it is eager's seed
-    if torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: the probability that
-    both are dropped is within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7 of Salmon et al.
-    2011.
+    indices in ``x``. A seed gives the same mask on CPU and CUDA, and for every dtype, layout and number of threads.
+    PyTorch's generator on ``x``'s device draws the seed, so torch.manual_seed decides it, checkpointing gets the same
+    mask again, and a CUDA graph draws a new seed at every replay. Under torch.compile Inductor draws the seed, which is
+    eager's seed if torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: the
+    probability that both are dropped is within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7 of
+    Salmon et al. 2011.
     """
     checks.check_probability("dropout", p)
     checks.check_tensor("dropout", "x", input)
@@ -43,9 +43,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 @torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no device
 def draw_seed(x: Tensor, p: float) -> Tensor:
-    """Draws the seed of dropout's mask for x: one number on x's device, so that it does not pass through the host.
+    """Draws the seed of dropout's mask for x: one number on x's device, so that the seed is not copied from the host.
 
-    Other modules must call this as an attribute of the module, because torch.fx replaces the name in this module only.
+    Other modules must call dropout.draw_seed and not import the name, because torch.fx replaces the name only here.
     """
     if p == 1:  # every element is dropped, whatever the seed is
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)

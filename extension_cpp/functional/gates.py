@@ -20,7 +20,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             ``packed.chunk(2, -1)``: forward and backward read them without a copy.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded once.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded to a half dtype once.
 
     Raises:
         RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, or a dtype is not floating point.
@@ -39,7 +39,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
         approximate: "none" or "tanh", as for gelu.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded once.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded to a half dtype once.
 
     Raises:
         RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, a dtype is not floating point, or
@@ -57,13 +57,13 @@ def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
 
 
 class Gate:
-    """Holds the functions that ops.py registers for activation(gate) * up, an operator (gate, up, *options), and its
-    backward."""
+    """Holds the functions that ops.py registers for a gate and its backward operator. The gate's operator takes (gate,
+    up, *options) and returns activation(gate) * up."""
 
     def __init__(self, op: str, activation: str) -> None:
         self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
-        self.of_activation = getattr(_ops, f"{activation}_backward")  # (g, gate) to g * a'(gate)
-        self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # (p, g, gate) to p * g * a''(gate)
+        self.of_activation = getattr(_ops, f"{activation}_backward")  # maps (g, gate) to g * a'(gate)
+        self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # of (p, g, gate): p * g * a''(gate)
 
     def fake(self, gate: Tensor, up: Tensor, *options: Any) -> Tensor:
         check_gate(self.op, gate, up)

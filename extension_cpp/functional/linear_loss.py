@@ -4,8 +4,9 @@ For each chunk a matrix product computes the logits, cross_entropy_chunk overwri
 matrix products compute the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN).
 Forward computes these gradients as if grad_out were 1, and backward only scales them.
 
-Two cases differ. Without a reduction each row has its own grad_out. In float16 the logits' gradient must be scaled like
-the loss before it is rounded. In both cases forward computes no gradient, and backward computes the logits again.
+Two cases differ. Without a reduction each row has its own grad_out. In float16 the logits' gradient must be multiplied
+by grad_out, which has the loss scale, before it is rounded. In both cases forward computes no gradient, and backward
+computes the logits again.
 """
 
 import math
@@ -32,11 +33,11 @@ from .losses import (
     save,
 )
 
-# The size of a chunk's logits. Products of fewer rows are slower (by an eighth for 1024 rows and 128256 classes on an
-# H100), and each chunk after the first rounds the sum of the weight's gradient once more.
+# The largest size of a chunk's logits. Smaller chunks would make the matrix products slower (by an eighth for 1024 rows
+# and 128256 classes on an H100). Each chunk after the first rounds the sum of the weight's gradient once more.
 CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
-ALIGNMENT = 16  # bytes; if a row's logits are not a multiple of it, cuBLAS uses kernels with a sixth of the speed
+ALIGNMENT = 16  # bytes; if the size of a row of logits is not a multiple, cuBLAS uses kernels with a sixth of the speed
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,18 @@ def linear_cross_entropy(
         The loss, of shape () or, with "none", of ``target``'s shape; of ``x``'s dtype, under autocast float32.
 
     Raises:
-        RuntimeError: as for cross_entropy. On CUDA a target that is not a class makes NaN of the row's loss and
-            gradient, and of the gradients of ``linear_weight`` and ``linear_bias``.
+        RuntimeError: as for cross_entropy. On CUDA a target that is not a class raises no error: the row's loss and
+            gradient and the gradients of ``linear_weight`` and ``linear_bias`` are NaN.
 
     Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows are processed in chunks of at most 1
     GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
-    and in float16 backward computes the logits again, beside their gradient. The gradient of the logits is rounded to
-    ``x``'s dtype, as in eager PyTorch. Each chunk after the first rounds the sum for ``linear_weight`` once more. With
-    n chunks of a half type and independent rows the rounding error of this gradient is about sqrt(1 + (n - 1) / 2)
-    times eager's at most; where the sums of chunks cancel, it is larger. If a row of logits is not a multiple of 16
-    bytes, a padded copy of ``linear_weight`` is in memory, too. Deterministic; on the CPU the matrix products may
-    depend on the number of threads. Under autocast they have autocast's dtype. Source:
-    torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
+    and in float16 backward computes the logits again, and their gradient takes the same memory once more. The gradient
+    of the logits is rounded to ``x``'s dtype, as in eager PyTorch. Each chunk after the first rounds the gradient of
+    ``linear_weight`` once more. With n chunks of a half type and independent rows the rounding error of this gradient
+    is about sqrt(1 + (n - 1) / 2) times eager's at most; where the sums of chunks cancel, it is larger. If a row of
+    logits is not a multiple of 16 bytes, a padded copy of ``linear_weight`` is in memory, too. Deterministic; on the
+    CPU the matrix products may depend on the number of threads. Under autocast the matrix products are computed in
+    autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
     return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, options, False)
@@ -177,7 +178,7 @@ def check_linear(op: str, call: Call) -> None:
 
 
 def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Checks the values of the targets on the CPU. On a GPU this would wait for the device."""
+    """Fails if a target on the CPU is not a class. On a GPU this check would wait for the device, and is left out."""
     if target.device.type == "cpu":
         wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
         expected = f"expected target in [0, {classes - 1}] or ignore_index"
@@ -221,12 +222,12 @@ def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
 
 
 class Logits:
-    """Computes the logits of one chunk at a time, always in the same memory.
+    """Computes the logits of one chunk at a time. All chunks use the same memory.
 
-    The classes are padded until a row is a multiple of ALIGNMENT. The padding has weights of 0, and its logits are set
-    to -inf: they add nothing to the sum of exponentials and have gradient 0. Nothing is padded with smoothing, class
-    weights or softcap, where the padding would have another gradient, or for fewer than TILE rows, where the copy of
-    the weights would take longest.
+    Classes are added until the size of a row is a multiple of ALIGNMENT. These padding classes have weights of 0, and
+    their logits are set to -inf: they add nothing to the sum of exponentials and have gradient 0. There is no padding
+    with label smoothing, class weights or softcap, where a logit of -inf would give another result, and for fewer than
+    TILE rows, where the padded copy of the weights would be slow beside the matrix product.
     """
 
     def __init__(self, call: Call) -> None:
@@ -241,7 +242,7 @@ class Logits:
             self.linear_weight = torch.nn.functional.pad(linear_weight, (0, 0, 0, padding))
             if linear_bias is not None:
                 self.linear_bias = torch.nn.functional.pad(linear_bias, (0, padding))
-            # A target in the padding is not a class, and is replaced by an invalid index.
+            # A target among the padding classes is not a class, so it is replaced by an index that is never valid.
             is_meant = (labels < self.classes) | (labels == options.ignore_index)
             self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
         width = self.linear_weight.shape[0]
@@ -259,7 +260,7 @@ class Logits:
 
 
 class Gradients:
-    """The gradients of x (as rows), linear_weight and linear_bias, summed chunk by chunk, or empty if not needed."""
+    """Sums the gradients of x (as rows), linear_weight and linear_bias over the chunks. Those not needed are empty."""
 
     def __init__(self, chunk: Logits, call: Call, needs: Sequence[bool]) -> None:
         rows, linear_weight = chunk.rows, call.linear_weight
@@ -272,7 +273,7 @@ class Gradients:
         self.bias_sum = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(rows))
 
     def add(self, part: slice, gradient: Tensor) -> None:
-        """Adds the contribution of a chunk. `gradient` is the gradient of its logits, with their padding."""
+        """Adds the contribution of a chunk. `gradient` is the gradient of the chunk's logits, padding included."""
         if self.needs_bias:
             self.bias_sum += own_ops.reduce_sum_no_grad(gradient, (0,))[: self.classes]
         if self.needs_x:
@@ -288,7 +289,7 @@ class Gradients:
 
 
 def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the loss, and the gradients that `needs` names. On the CPU each target must be a class."""
+    """Returns the loss and the gradients of x, linear_weight and linear_bias, those not needed empty."""
     op = "linear_cross_entropy"
     check_linear(op, call)
     check_targets(op, call.target, call.linear_weight.shape[0], call.options.ignore_index)
@@ -398,7 +399,7 @@ def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
     logits = torch.nn.functional.linear(call.x, call.linear_weight, call.linear_bias)
     logits, target = logits.reshape(-1, logits.shape[-1]), call.target.reshape(-1)
     loss = cross_entropy_plain(logits, target, call.weight, *call.options.around(call.reduction), float_loss)[0]
-    # The gradients that forward returns as results are constants here.
+    # The operator also returns gradients as results. They have no derivative, so they are computed as constants here.
     constants = [t.detach() if isinstance(t, Tensor) else t for t in args]
     with torch.no_grad():
         _, *made = own_ops.linear_cross_entropy(*constants)

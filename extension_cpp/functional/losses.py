@@ -1,6 +1,6 @@
 """Implements cross_entropy and token_log_probs, and helpers that linear_loss.py shares.
 
-In addition to its results a loss returns statistics that only backward reads. They have no gradient.
+In addition to its results a loss operator returns statistics that only backward reads. The statistics have no gradient.
 """
 
 import math
@@ -25,7 +25,7 @@ class LossOptions(NamedTuple):
     softcap: float | None = None
 
     def around(self, reduction: int) -> tuple[int, int, float, float, float | None]:
-        """Returns the arguments of cross_entropy, whose schema has the reduction after ignore_index."""
+        """Returns the options with the reduction after ignore_index, where cross_entropy's schema has it."""
         return self.ignore_index, reduction, *self[1:]
 
 
@@ -52,14 +52,14 @@ def cross_entropy(
         loss = weight_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / C * sum_c weight_c * (lse - z_c)
 
     Args:
-        input: ``logits``, shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy.
-        target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are refused.
-        weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class; None: ones.
+        input: called ``logits``; shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy.
+        target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are an error.
+        weight: shape (C,), of ``logits``' dtype or, for half logits, float32: a weight for each class; None: ones.
         ignore_index: rows with this target add nothing to the loss. Their gradient is 0, also where the row has NaN
             (torch's is NaN there).
         reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
         label_smoothing: between 0 and 1.
-        z_loss: the factor of lse^2, which keeps the logits' normalizer near 1.
+        z_loss: the factor of lse^2, a term that keeps sum_c exp(z_c) near 1.
         softcap: the bound of the absolute values of the logits; None: no bound.
 
     Returns:
@@ -68,13 +68,14 @@ def cross_entropy(
 
     Raises:
         RuntimeError: an argument has another shape, dtype or device; an option is out of range; ``weight`` requires
-            grad; or, on the CPU, a target is not a class. On CUDA this check would have to wait for the device: such a
-            row's loss and gradient are NaN.
+            grad; or, on the CPU, a target is not a class. On CUDA, where this check would have to wait for the device,
+            the loss and the gradient of such a row are NaN.
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
-    reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
-    Batch-invariant at equal alignment, in (N, C, d1, ...) over N. Sources: torch.nn.functional.cross_entropy; z_loss:
-    Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
+    reads the logits and writes their gradient once. The terms of a row are added in float32 (float64: float64), and the
+    rows' losses in float64, in a fixed order. Batch-invariant for rows of equal alignment; in shape (N, C, d1, ...)
+    this holds for any N. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311;
+    softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
     return _cross_entropy(input, target, weight, reduction, options, False)
@@ -92,7 +93,7 @@ def _cross_entropy(
 
 
 def float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Computes cross_entropy with a float32 loss for half logits, too. nn.convert gives it to language models."""
+    """Computes cross_entropy, with a float32 loss even for half logits. Language models call it after nn.convert."""
     return _cross_entropy(logits, target, None, reduction, LossOptions(ignore_index), True)
 
 
@@ -125,7 +126,7 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
 
 
 def reduction_number(op: str, reduction: str) -> int:
-    """Converts the reduction to the number that the operators take, as in ATen."""
+    """Converts the reduction to the number that the operators take, which is ATen's number for it."""
     if reduction not in ("none", "mean", "sum"):
         checks.fail(op, f"expected reduction to be 'none', 'mean' or 'sum', but got {reduction!r}")
     return ("none", "mean", "sum").index(reduction)
@@ -144,7 +145,7 @@ def check_loss(
     weight: Tensor | None = None,
     options: LossOptions = NO_OPTIONS,
 ) -> None:
-    """Makes the checks of check_inputs in csrc/loss/loss_shim.cpp, except for those of the values of the targets."""
+    """Makes the checks of check_inputs in csrc/loss/loss_shim.cpp, except for the check of the targets' values."""
     checks.check_dtype(op, "logits", logits)
     checks.check(op, logits.dim() > 0, "expected logits to have at least one dimension, but got shape []")
     classes = logits.shape[class_dim]
@@ -321,18 +322,19 @@ def token_log_probs_backward(
 
 
 def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns NaN where mask is true, else 1. This factor also makes the tangent NaN; masked_fill would make it 0."""
+    """Returns NaN where mask is true, else 1. This factor also makes a tangent NaN, which masked_fill would make 0."""
     return torch.where(mask, torch.nan, 1).to(dtype)
 
 
 def unevaluated_lse(most: Tensor, log_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum most + log_sum, both float64, as the two numbers a row that operators save (csrc/loss/loss.h)."""
+    """Returns two numbers for each row, whose sum is most + log_sum. The operators save a row's log-sum-exp in this
+    form (csrc/loss/loss.h). `most` and `log_sum` are float64."""
     lse = (most + log_sum).to(dtype)
     return torch.stack([lse, (log_sum - (lse - most)).to(dtype)], -1)
 
 
 def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log_softmax, the log-sum-exp, and the form of the log-sum-exp that the operators save."""
+    """Returns log_softmax, the log-sum-exp, and the log-sum-exp as the two numbers that the operators save."""
     most = z.detach().amax(-1)
     d = z - most[..., None]
     log_sum = torch.logsumexp(d, -1)

@@ -16,8 +16,8 @@ def _dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
 def _normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     """Returns xhat and rstd as functions of x, for layer_norm if `centered`, or else for rms_norm.
 
-    The returned rstd has the value of the argument rstd, which forward computed. Its difference from x's variance,
-    which is eps, is a constant.
+    The returned rstd has the values of the argument rstd, which forward computed, and is a function of x: 1 /
+    sqrt(variance + c). The constant c, which is detached, is rstd^-2 - variance, which is eps but for rounding.
     """
     d = x - x.mean(dims, keepdim=True) if centered else x
     variance = d.square().mean(dims, keepdim=True)
@@ -26,7 +26,7 @@ def _normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -
 
 
 def _project(z: Tensor, xhat: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
-    """Computes z - mean(z) - xhat * mean(xhat * z). If z is xhat's gradient, rstd times this is x's gradient."""
+    """Computes z - mean(z) - xhat * mean(xhat * z). If z is xhat's gradient, rstd times the result is x's gradient."""
     return z - (z.mean(dims, keepdim=True) if centered else 0) - xhat * (xhat * z).mean(dims, keepdim=True)
 
 
@@ -57,7 +57,7 @@ def backward(
     centered: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of x, weight and bias, which are empty where not needed."""
+    """Returns the gradients of x, weight and bias. A gradient that is not needed is empty."""
     weight, like = weights[0], next((w for w in weights if w is not None), x)
     dims, g = _dims(normalized_shape), wide(grad_out)
     xhat, rstd = _normalize(wide(x), dims, rstd, centered)
@@ -83,10 +83,11 @@ def second_derivative(
     """Returns the gradients of grad_out, x and weight through the backward of layer_norm, if `centered`, or rms_norm.
 
     They are the derivatives of <grad_grad_x, grad_x> + <grad_grad_weight, grad_weight> + <grad_grad_bias, grad_bias>.
-    `grads` are grad_grad_x, grad_grad_weight and, for layer_norm, grad_grad_bias. Gradients not computed are None.
+    `grads` are grad_grad_x, grad_grad_weight and, for layer_norm, grad_grad_bias. One is None if the backward did not
+    compute that gradient.
 
-    With P of _project, grad_x is rstd * P(grad_out * weight), and P is symmetric. All operations are plain tensor
-    operations on x, which autograd differentiates further.
+    With P the linear map of _project, grad_x is rstd * P(grad_out * weight), and P is symmetric. All operations are
+    plain tensor operations on x, which autograd differentiates further.
     """
     grad_grad_x, grad_grad_weight, *grad_grad_bias = grads
     dims, dtype = _dims(normalized_shape), rstd.dtype

@@ -21,11 +21,11 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
+    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``,
+    with x = input.
 
     Args:
-        input: ``x``, shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a
-            copy.
+        input: shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a copy.
         normalized_shape: the last dimensions of ``x``, over which mean and (biased) variance are taken.
         weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
         bias: shape, device and dtype as for ``weight``; None: zeros.
@@ -41,10 +41,10 @@ def layer_norm(
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and, for each row, a mean and a
     reciprocal standard deviation in float32 (float64: float64). The variance is summed around a number near the mean,
     in enough passes that no digits cancel. The weight gradients are summed over the rows in a fixed order.
-    Batch-invariant: a row of the result has the same bits for any number of rows, provided that it starts at the same
-    offset from a multiple of 16 bytes. All rows do so if their size is a multiple of 16 bytes. Under autocast on CUDA
-    half inputs are cast to float32 and the result is float32, as in PyTorch; on the CPU nothing is cast. Source: Ba,
-    Kiros and Hinton 2016, arXiv:1607.06450.
+    Batch-invariant: a row of the result has the same bits for any number of rows, provided that the row of ``x`` starts
+    at the same offset from a multiple of 16 bytes. All rows do so if the size of a row is a multiple of 16 bytes. Under
+    autocast on CUDA half inputs are cast to float32 and the result is float32, as in PyTorch; on the CPU nothing is
+    cast. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
     return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
 
@@ -52,7 +52,7 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``.
+    """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``, with x = input.
 
     Args:
         input, normalized_shape, weight: as for layer_norm.
@@ -190,14 +190,14 @@ def _branches(
 
 @torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Casts x and residual to one dtype, because under autocast a branch is half and the residual stream float32.
+    """Casts x and residual to one dtype, because under autocast x is often half and residual float32.
 
-    This is no autocast rule: the norms also call it outside autocast, where it changes nothing.
+    This is not an autocast rule: the norms also call it outside autocast, where it changes nothing.
     """
     if x.dtype is residual.dtype:
         return x, residual
     device = x.device.type
-    # PyTorch has no autocast for the device type meta, and raises.
+    # is_autocast_enabled raises an error for the device type meta, for which PyTorch has no autocast.
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.promote_types(x.dtype, residual.dtype)
         return x.to(dtype), residual.to(dtype)
@@ -301,7 +301,8 @@ class Norm:
         self.weights = [name for name in ("weight", "bias") if name in self.inputs]
         self.statistics = [name for name in ("mean", "rstd") if name in self.backward_inputs]
         self.differentiable = [name for name in ("x", "residual", "weight", "bias") if name in self.inputs]
-        # setup_context picks what it saves from inputs and results. backward picks arguments from `known`.
+        # setup_context picks the tensors `saved` out of the inputs and results. backward picks the arguments of the
+        # backward operator out of `known`.
         results = ["out", *(["sum"] if self.adds else []), *self.statistics]
         saved = [self.x, *self.statistics, *self.weights, *(["seed"] if self.drops else [])]
         self.saved_of = operator.itemgetter(*map([*self.inputs, *results].index, saved))
@@ -355,7 +356,7 @@ class Norm:
         return gradients
 
     def backward_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Saves what the second derivative reads, as the setup_context of the backward operator."""
+        """Saves what the second derivative reads. It is the setup_context of the backward operator."""
         given = dict(zip(self.backward_inputs, inputs, strict=True))
         names = "grad_out", self.x, "rstd", "weight", "seed"
         ctx.save_for_backward(*map(given.get, names))
@@ -383,9 +384,10 @@ class Norm:
     def _second_of_add_norm(self, ctx: Any, grads: Sequence[Tensor]) -> Gradients:
         """Computes the second derivative of a norm that adds a residual.
 
-        With s = sum, its backward operator returns grad_residual = norm_backward(grad_out) + grad_sum and grad_x =
-        dropout(grad_residual). Dropout is symmetric, so that grad_grad_x and grad_grad_residual both reach the one sum
-        grad_residual. Without dropout grad_x is empty, and grad_grad_residual includes the gradient of x.
+        With s = sum, the norm's backward operator returns grad_residual = norm_backward(grad_out) + grad_sum and grad_x
+        = dropout(grad_residual). Dropout is a symmetric linear map. So the gradient of grad_residual is
+        grad_grad_residual + dropout(grad_grad_x). Without dropout grad_x is empty, and grad_grad_residual already has
+        the sum of both.
         """
         grad_out, s, rstd, weight, seed = ctx.saved_tensors
         needs_x, needs_residual, *needs_weights = ctx.needs
@@ -424,7 +426,7 @@ class Norm:
         grad_s, *of_weights = norm_formulas.backward(grad_out, *given_to_norm, [needs_x or needs_residual, *needs])
         if given["grad_sum"] is not None and (needs_x or needs_residual):
             grad_s = grad_s + given["grad_sum"]
-        # Without dropout the gradient of x is empty, because the gradient of residual serves both.
+        # Without dropout grad_x is empty, because x then has the same gradient as residual.
         grad_x = dropout.maybe_dropout_plain(grad_s, p, seed) if needs_x and p > 0 else grad_s.new_empty(0)
         return grad_x, grad_s, *of_weights
 
@@ -442,12 +444,12 @@ def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) 
 
 
 def _computed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Replaces the gradients of results that the backward operator did not compute by None."""
+    """Returns the gradients, with None for each result that the backward operator did not compute."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 LAYER_NORM, RMS_NORM, LAYER_NORM_DROPOUT = Norm("layer_norm"), Norm("rms_norm"), Norm("layer_norm_dropout")
 ADD_LAYER_NORM, ADD_RMS_NORM = Norm("add_layer_norm"), Norm("add_rms_norm")
 
-# Whether torch.rms_norm casts under autocast, as from torch 2.12 on.
+# Whether torch.rms_norm casts its inputs under autocast on CUDA, which it does from torch 2.12 on.
 CASTS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")

@@ -103,7 +103,7 @@ def relu(input: Tensor) -> Tensor:
     """Clips at zero: ``max(x, 0)``. NaN stays NaN.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``.
@@ -154,12 +154,12 @@ def mish(input: Tensor) -> Tensor:
     """Mish: ``x * tanh(softplus(x))``, softplus(x) = log(1 + exp(x)).
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
-        are ``x * exp(x)`` down to the smallest float32. Large results are ``x``. At -inf the result is NaN, as in
-        torch.nn.functional.mish.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. For large negative ``x`` the results keep
+        their digits: they are ``x * exp(x)`` down to the smallest float32. For large ``x`` they are ``x``. At -inf the
+        result is NaN, as in torch.nn.functional.mish.
 
     Raises:
         RuntimeError: the dtype is not floating point.
@@ -173,11 +173,12 @@ def silu(input: Tensor) -> Tensor:
     """SiLU, also called swish: ``x * sigmoid(x)``.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
-        are ``x * exp(x)`` down to the smallest float32. At -inf the result is NaN, as in torch.nn.functional.silu.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. For large negative ``x`` the results keep
+        their digits: they are ``x * exp(x)`` down to the smallest float32. At -inf the result is NaN, as in
+        torch.nn.functional.silu.
 
     Raises:
         RuntimeError: the dtype is not floating point.
@@ -191,13 +192,13 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """GELU: ``x * Phi(x)``, where Phi is the distribution function of the normal distribution or an approximation.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
         approximate: "none": Phi(x) = (1 + erf(x / sqrt(2))) / 2; or "tanh":
             Phi(x) = (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits, which
-        ``1 + erf`` would cancel.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. For large negative ``x`` the results keep
+        the digits that the sum ``1 + erf`` or ``1 + tanh`` would cancel.
 
     Raises:
         RuntimeError: the dtype is not floating point, or ``approximate`` is neither "none" nor "tanh".
@@ -208,7 +209,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 
 
 def is_tanh(op: str, approximate: str) -> bool:
-    """Converts `approximate` to a bool for the operators, because the stable ABI leaks a string at each call."""
+    """Converts `approximate` to a bool for the operators. The stable ABI would leak a string argument at each call."""
     if approximate not in ("none", "tanh"):
         checks.fail(op, f"expected approximate to be 'none' or 'tanh', but got {approximate!r}")
     return approximate == "tanh"
@@ -278,8 +279,8 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
         RuntimeError: ``x`` has no dimension, ``bias`` is not (features,) or differs from ``x`` in dtype or device, or a
             dtype is not floating point.
 
-    Differentiable in ``x`` and ``bias``, to any order. Backward saves only ``x`` and ``bias`` and recomputes the mask.
-    It reads and writes each tensor once, and sums the bias gradient over the rows in a fixed order.
+    Differentiable in ``x`` and ``bias``, to any order. Backward saves only ``x`` and ``bias`` and recomputes where the
+    result is clipped. It reads and writes each tensor once, and sums the bias gradient over the rows in a fixed order.
     """
     return _ops.scale_bias_relu(x, bias, scale)
 
@@ -293,8 +294,8 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
         approximate: "none" or "tanh", as for gelu.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. It is rounded once: ``x + bias`` is
-        kept in float32.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. The result is rounded to a half dtype
+        only once: ``x + bias`` is float32 (float64: float64).
 
     Raises:
         RuntimeError: ``x`` has no dimension, ``bias`` is not (features,) or differs from ``x`` in dtype or device, a
@@ -347,7 +348,8 @@ def scale_bias_relu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], ou
 
 
 def scale_bias_relu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> Gradients:
-    # Both gradients are linear in grad_out, and masked where the output is zero. The mask itself has no derivative.
+    # grad_x and grad_bias are linear in grad_out, and 0 where the forward result is clipped. Where it is clipped does
+    # not depend on grad_out and has no derivative.
     x, bias = ctx.saved_tensors
     total = torch.zeros_like(x)
     if ctx.needs_x:
@@ -358,7 +360,7 @@ def scale_bias_relu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor
 
 
 def bias_gelu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> Gradients:
-    # Both gradients are grad_out * gelu'(x + bias), and that of the bias is summed over the rows.
+    # grad_x is grad_out * gelu'(x + bias), and grad_bias is the sum of the same product over the rows.
     grad_out, x, bias = ctx.saved_tensors
     tanh, needs_x, needs_bias = ctx.options
     total = torch.zeros_like(x)

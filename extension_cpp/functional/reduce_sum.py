@@ -17,7 +17,7 @@ def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: b
     """Sums over one dimension, several or all of them, as torch.sum does.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
         dim: the dimension or dimensions to sum over; negative ones count from the end; None or () means all.
         keepdim: whether the summed dimensions stay, with size 1.
 
@@ -27,14 +27,14 @@ def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: b
     Raises:
         RuntimeError: ``dim`` is not an int, is out of range or named twice, or the dtype is not floating point.
 
-    Differentiable, to any order; the gradient is an expanded view and costs nothing. At most a few dozen terms are
-    added in float32 (float64: float64), and these partial sums in float64, in an order that only the shape decides.
+    Differentiable, to any order; the gradient is an expanded view, not written to memory. At most a few dozen terms are
+    added in float32 (float64: float64), and these partial sums in float64, in an order that only ``x``'s shape decides.
     """
     return _ops.reduce_sum(input, (dim,) if type(dim) is int else _as_dims(dim), keepdim)
 
 
 def _as_dims(dim: Any) -> tuple[int, ...] | None:
-    """Returns the dimensions as ints, and refuses other types."""
+    """Returns the dimensions as ints, or fails if one is not an int."""
     dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
     if not all(map(is_int, dims or ())):
         checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
@@ -42,7 +42,7 @@ def _as_dims(dim: Any) -> tuple[int, ...] | None:
 
 
 def reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
-    """Returns the dimensions that reduce_sum sums over, counted from the first."""
+    """Returns the dimensions that reduce_sum sums over, as non-negative numbers."""
     return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 
@@ -69,7 +69,7 @@ def reduce_sum_setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int] | Non
 
 
 def reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    # The gradient of each term is the gradient of the sum: a view with stride 0, as for torch.sum. Nothing is written.
+    # The gradient of each term is that of its sum. So the result is a view of grad_out with stride 0, as for torch.sum.
     for d in ctx.summed_away:
         grad_out = grad_out.unsqueeze(d)
     return {"x": grad_out.expand(ctx.shape)}

@@ -14,7 +14,7 @@ from .common import wide
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys by the positions of their tokens: rotary position embedding, both in one kernel.
+    """Rotates queries and keys by the positions of their tokens, in one kernel: rotary position embedding.
 
     The first R elements of each row x are rotated in pairs (i, j), and the others are copied::
 
@@ -84,7 +84,7 @@ def rotary_embedding_backward_fake(
 
 
 def rotary_embedding_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Saves cos and sin, as the setup_context of the operator and of its backward operator."""
+    """Saves cos and sin. It is the setup_context both of the operator and of its backward operator."""
     _, _, cos, sin, ctx.interleaved = inputs
     if any(ctx.needs_input_grad[2:4]):
         reason = "their derivative is not implemented"
@@ -99,7 +99,7 @@ def rotary_embedding_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Gradi
 
 
 def rotary_embedding_second(ctx: Any, grad_grad_q: Tensor, grad_grad_k: Tensor) -> Gradients:
-    # The backward operator multiplies by the transposed matrix, so that its own backward is the operator.
+    # The backward operator multiplies by the transposed rotation matrix. So its own backward is the forward operator.
     cos, sin = ctx.saved_tensors
     grad_q, grad_k = _ops.rotary_embedding(grad_grad_q, grad_grad_k, cos, sin, ctx.interleaved)
     return {"grad_q": grad_q, "grad_k": grad_k}
@@ -134,9 +134,9 @@ def rotary_embedding_backward_plain(
 
 
 def rotary_embedding_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Casts q and k to the wider of their dtypes, and cos and sin to that dtype or, beside a half type, to float32.
+    """Casts q and k to the wider of their two dtypes, and cos and sin to that dtype or, if it is half, to float32.
 
-    This is type promotion, except that the results keep the dtype of q and k.
+    This is PyTorch's type promotion, except that the results have the dtype of q and k even beside float32 cos and sin.
     """
     q, k, cos, sin, interleaved = args
     if not all(x.is_floating_point() for x in (q, k, cos, sin)):

@@ -18,25 +18,25 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     """Cumulative sums over one dimension: ``y[k] = x[0] + ... + x[k]``.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
         dim: the dimension to sum along; negative ones count from the end.
         exclusive: whether an element is left out of its own sum: ``y[k] = x[0] + ... + x[k - 1]``, ``y[0] = 0``.
         reverse: whether the sums begin at the last element: ``y[k] = x[k] + ... + x[-1]``.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Unlike torch.cumsum it keeps the strides
-        of a transposed ``x``.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. For a transposed ``x`` it keeps ``x``'s
+        strides, unlike the result of torch.cumsum.
 
     Raises:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point; torch.cumsum sums integers.
 
     Differentiable, to any order; the gradient is a cumsum in the other direction, and nothing is saved. Terms are added
-    in float32 or better (float64: float64) along a fixed tree, so that every run gives the same bits, and each result
-    is rounded once to ``x``'s dtype. In float32 and float64 the tree's partial sums round, too; where one overflows, a
-    result can be infinite or NaN that a loop would keep finite. NaN and infinities reach only the sums that contain
-    them. Batch-invariant: the sums of a line have the same bits for any number of lines, except that a single column is
-    summed as a row. Any strides are read without a copy. Autocast casts half inputs to float32 on CUDA, as for
-    torch.cumsum. Source: torch.cumsum.
+    in float32 or better (float64: float64) in a tree of fixed shape, so that every run gives the same bits, and each
+    result is rounded once to ``x``'s dtype. In float32 and float64 the tree's partial sums round, too; where a partial
+    sum overflows, a result can be infinite or NaN that a loop would keep finite. NaN and infinities reach only the sums
+    that contain them. Batch-invariant: the sums along ``dim`` have the same bits for any sizes of the other dimensions,
+    except that a single column is summed as a row. Any strides are read without a copy. Autocast casts half inputs to
+    float32 on CUDA, as for torch.cumsum. Source: torch.cumsum.
     """
     return _ops.cumsum(input, as_dim("cumsum", dim), exclusive, reverse)
 
@@ -69,22 +69,22 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     """Logarithms of cumulative sums of exponentials over one dimension: ``y[k] = log(exp(x[0]) + ... + exp(x[k]))``.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
         dim: the dimension to sum along; negative ones count from the end.
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Exponentials are taken relative to the
-        largest element so far, so that none overflows. A result is -inf while all elements are, and inf from the first
-        inf on, as in torch.logcumsumexp.
+        largest element so far, so that none overflows. A result is -inf while all elements so far are -inf, and inf
+        from the first inf on, as in torch.logcumsumexp.
 
     Raises:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
 
-    Differentiable once. Backward saves ``x`` and the result. It adds gradients times factors of at most 1, while
+    Differentiable once. Backward saves ``x`` and the result. Backward adds gradients times factors of at most 1, while
     torch adds exponentials of the gradients' logarithms. The gradient is no more exact than the saved result: with half
-    inputs far from 0 it has few digits, as in torch. It multiplies the factors of many steps, so in float32 it loses
-    digits after some thousand steps, which torch keeps. NaN reaches later results only. Strides and batch invariance
-    are as for cumsum. Source: torch.logcumsumexp.
+    inputs far from 0 it has few digits, as in torch. Backward multiplies the factors of many steps. After some thousand
+    steps the float32 gradient has therefore lost digits that torch's gradient keeps. NaN reaches later results only.
+    Strides and batch invariance are as for cumsum. Source: torch.logcumsumexp.
     """
     return _ops.logcumsumexp(input, as_dim("logcumsumexp", dim))
 
@@ -132,8 +132,8 @@ def linear_recurrence(
         reverse: whether the recurrence runs from the last step to the first: ``h[t] = a[t] * h[t + 1] + b[t]``.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(b)``. Its last state, ``h.select(dim, -1)``
-        or, with ``reverse``, ``h.select(dim, 0)``, can be h0 of the next call.
+        The states ``h``, with the shape, dtype and strides of ``torch.empty_like(b)``. The last state,
+        ``h.select(dim, -1)`` or, with ``reverse``, ``h.select(dim, 0)``, can be ``h0`` of the next call.
 
     Raises:
         RuntimeError: ``a`` does not broadcast to ``b``, ``h0`` has another shape, a dtype or device differs, ``dim`` is
@@ -239,7 +239,7 @@ def _sum_to(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _earlier(x: Tensor, first: Tensor | None, dim: int, reverse: bool) -> Tensor:
-    """Shifts x by one step against the direction of the scan. `first`, or 0, comes before the first step."""
+    """Returns for each step x at the step before, in the direction of the scan. The first step gets `first`, or 0."""
     n = x.shape[dim] if x.dim() else 1
     if n == 0:
         return x
@@ -282,8 +282,8 @@ def linear_recurrence_backward_plain(
 
 
 def linear_recurrence_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Casts all tensors to the widest of their dtypes, as PyTorch's promoting operators do. Integer tensors are not
-    cast, so that the operator refuses them."""
+    """Casts all tensors to the widest of their dtypes, as PyTorch's promoting operators do. If a tensor is not
+    floating point, nothing is cast, and the operator raises an error."""
     *tensors, dim, reverse = args
     dtypes = [x.dtype for x in tensors if x is not None]
     if not all(dtype.is_floating_point for dtype in dtypes):

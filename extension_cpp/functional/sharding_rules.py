@@ -1,9 +1,9 @@
 """Rules for DTensors: how an operator's arguments may be sharded over a mesh, and how its results are then sharded.
 
-A rule describes one dimension of the mesh. For each way of sharding it yields the placements of the results and of the
-arguments that are not replicated. A placement is the dimension along which the tensor is sharded, PARTIAL (the tensor
-is the sum of the processes' tensors) or None (each process has the whole tensor). Replicating all arguments is always
-allowed. distributed/sharding.py registers the rules. This module does not import torch.distributed.
+A rule describes one dimension of the mesh. For each allowed sharding the rule yields the placements of the results, and
+of the arguments that are not replicated. A placement is the dimension along which the tensor is sharded, PARTIAL (the
+tensor is the sum of the processes' tensors) or None (each process has the whole tensor). Replicating all arguments is
+always allowed. distributed/sharding.py registers the rules. This module does not import torch.distributed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from . import linear_loss
 
 
 def _alike(call: Call, d: int) -> dict[str, Placement]:
-    """Returns the same placement for all tensors among the arguments."""
+    """Returns the placement d for each argument that is a tensor, by the argument's name."""
     return {name: d for name, x in call.items() if hasattr(x, "tensor_meta")}
 
 
@@ -84,7 +84,7 @@ def linear_recurrence(call: Call) -> Iterator[Sharding]:
 
 
 def _row_dims(call: Call, x: str) -> Iterable[int]:
-    """Returns the dimensions of the rows, or none with dropout, whose mask depends on the whole tensor."""
+    """Returns the dimensions of the rows, or none with dropout: its mask depends on positions in the whole tensor."""
     return () if call.get("p", 0) > 0 else range(call[x].ndim - len(call["normalized_shape"]))
 
 
@@ -99,7 +99,8 @@ def norm_backward(call: Call) -> Iterator[Sharding]:
     for d in _row_dims(call, x):
         weights = [PARTIAL if call[f"needs_grad_{name}"] else None for name in ("weight", "bias") if name in call]
         grad_x = d if call["needs_grad_x"] or call.get("needs_grad_residual") else None
-        # Without dropout the gradient of x is that of the residual, so that grad_x itself is empty.
+        # A norm that adds a residual has one more result, the gradient of x. It is empty, because without dropout x has
+        # the same gradient as the residual.
         own = [None] if x == "sum" else []
         given = {name: d for name in names if call.get(name) is not None}
         yield [*own, grad_x, *weights], given
@@ -109,7 +110,7 @@ def norm_backward(call: Call) -> Iterator[Sharding]:
 
 
 def _loss_dims(call: Call) -> Iterator[tuple[int, int]]:
-    """Yields the dimensions of the rows in the logits, each with the same dimension in the targets."""
+    """Yields each dimension of the logits other than that of the classes, with its number in the target."""
     dims = call["logits"].ndim
     for d in range(dims):
         if d != min(1, dims - 1):
@@ -117,7 +118,7 @@ def _loss_dims(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def cross_entropy(call: Call) -> Iterator[Sharding]:
-    if call["reduction"] == 1:  # sharded_loss.py calls the sum and divides, because a mean of means is not the mean
+    if call["reduction"] == 1:  # "mean": sharded_loss.py computes the sum over all processes, and divides it itself
         return
     for d, row in _loss_dims(call):
         is_none = call["reduction"] == 0
@@ -181,5 +182,5 @@ def rotary_embedding(call: Call) -> Iterator[Sharding]:
 
 
 def replicated(call: Call) -> Iterator[Sharding]:
-    """Allows no sharding, which is the rule of dropout: its mask depends on the places in the whole tensor."""
+    """Allows no sharding. It is the rule of dropout, whose mask depends on the positions in the whole tensor."""
     yield from ()

@@ -13,19 +13,19 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
     """Softmax over one dimension: ``exp(x) / sum(exp(x))``, computed relative to the largest element.
 
     Args:
-        input: ``x``, any shape.
+        input: called ``x`` here, any shape.
         dim: the dimension of the sum; negative ones count from the end.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. ``x`` is not transposed for any ``dim``.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. No ``dim`` needs a transposed copy.
 
     Raises:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
 
     Differentiable, to any order; backward saves only the result. An element of -inf gives 0. A row that is all -inf, or
-    has a NaN or +inf, gives NaN, as in torch.softmax. Batch-invariant at equal alignment: a row's result has the same
-    bits for any number of rows, and for any sizes of the dimensions before ``dim``. Autocast casts half inputs to
-    float32 on CUDA, as in PyTorch.
+    has a NaN or +inf, gives NaN, as in torch.softmax. Batch-invariant for rows of equal alignment: a row's result has
+    the same bits for any number of rows, and for any sizes of the dimensions before ``dim``. Autocast casts half inputs
+    to float32 on CUDA, as in PyTorch.
     """
     return _ops.softmax(input, as_dim("softmax", dim))
 
@@ -37,7 +37,7 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
         input, dim: as for softmax.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. ``x`` is not transposed for any ``dim``.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. No ``dim`` needs a transposed copy.
 
     Raises:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
@@ -69,7 +69,7 @@ SOFTMAX, LOG_SOFTMAX = Softmax("softmax"), Softmax("log_softmax")
 
 
 def softmax_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    # grad_x = (g - sum(g * y)) * y, which is symmetric in g.
+    # grad_x = (g - sum(g * y)) * y. As a linear map of g = grad_out this is symmetric.
     (grad_out, y), (dim,) = ctx.saved_tensors, ctx.options
     g, p, v = wide(grad_out), wide(y), wide(grad_grad_x)
     grad_y = v * (g - (g * p).sum(dim, keepdim=True)) - g * (v * p).sum(dim, keepdim=True)
@@ -77,7 +77,7 @@ def softmax_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
 
 
 def log_softmax_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    # grad_x = g - exp(y) * sum(g).
+    # grad_x = g - exp(y) * sum(g), where g = grad_out.
     (grad_out, y), (dim,) = ctx.saved_tensors, ctx.options
     v_p = wide(grad_grad_x) * wide(y).exp()
     grad_grad_out = wide(grad_grad_x) - v_p.sum(dim, keepdim=True)

@@ -1,1 +1,1 @@
-"""How operators are registered: the mechanism, which knows no operator's name. It never imports functional/."""
+"""Implements the registration of operators. These modules name no operator, and never import functional/."""

@@ -1,13 +1,13 @@
-"""A register_autograd whose calls cost less than torch.library's.
+"""Provides a register_autograd that adds less time to each call of an operator than torch.library's.
 
 If gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up defaults
 in the schema, enters a guard, and sets needs_input_grad twice in a backward. The register_autograd here does none of
-that, and differs in two ways:
+that, and differs from torch.library's in two ways:
 
-* torch.library's refuses the transforms of torch.func, and gives a tangent of zero in forward-mode differentiation.
-  Here the transforms work. Forward mode computes in plain tensor operations, or raises an error.
-* Its guard keeps the kernels below from recording gradients. That is not needed: autograd.Function switches recording
-  off, and without an argument that requires grad nothing is recorded.
+* torch.library's raises under the transforms of torch.func, and gives a tangent of zero in forward-mode
+  differentiation. Here the transforms work. Forward mode computes in plain tensor operations, or raises an error.
+* torch.library's guard keeps the operator's kernels from recording gradients. The guard is not needed here, because
+  autograd.Function switches recording off, and nothing is recorded if no argument requires grad.
 """
 
 import functools
@@ -30,32 +30,32 @@ from .lists import FunctionOfLists, is_list, list_places, one_by_one
 
 
 def keys_below(key: DispatchKey) -> DispatchKeySet:
-    """The keys that the dispatcher handles after this one: the bits of a set are in the order of dispatch.
-    PythonDispatcher is added, because it must see each step while torch.compile traces."""
+    """Returns the keys that the dispatcher handles after this one. The bits of a DispatchKeySet are in that order.
+    PythonDispatcher is added, because it must see each operator that is called while torch.compile traces."""
     return DispatchKeySet.from_raw_repr(DispatchKeySet(key).raw_repr() - 1).add(DispatchKey.PythonDispatcher)
 
 
 _AFTER_AUTOGRAD = keys_below(DispatchKey.AutogradOther)
 
-# The Library of each registration: of an Autograd kernel by operator, of others by key and operator. A registration
-# lasts as long as its Library. The dictionary outlives this module, because the package may be imported again, and
-# PyTorch refuses a second registration.
+# Maps each registration to its Library. The name of an Autograd registration is the operator's; other names begin with
+# the dispatch key. A registration lasts as long as its Library. The dictionary outlives this module: if the package is
+# imported again, it must end the earlier registrations, because PyTorch allows only one at a time.
 registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of extension_cpp", {})
 
-# The package `distributed`, which attaches itself here when torch.distributed.tensor is imported.
+# The package `distributed`, which assigns itself to this variable when torch.distributed.tensor is imported.
 distributed: Any = None
 
-# From the name of an argument to its gradient.
+# Maps the name of an operator's argument to the argument's gradient.
 Gradients = dict[str, Tensor | Sequence[Tensor | None] | None]
 
 
 def qualified(op: str) -> str:
-    """The name of an operator with its namespace, which is this package's if none is given."""
+    """Returns the name of an operator with its namespace. A name without one gets this package's namespace."""
     return op if "::" in op else f"{NAMESPACE}::{op}"
 
 
 def library_for(key: str, op: str) -> Library:
-    """A new Library for one registration. It replaces the one of an earlier import."""
+    """Makes a Library for one registration, and destroys the one that an earlier import of the package made for it."""
     earlier = registrations.pop(key, None)
     if earlier is not None:
         earlier._destroy()
@@ -64,9 +64,10 @@ def library_for(key: str, op: str) -> Library:
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator and its overloads without an Autograd kernel.
+    """Works as torch.library.register_fake, for an operator and for its overloads that have no Autograd kernel.
 
-    The fake gets all arguments, defaults included, and returns the operator's results.
+    The fake gets all arguments, defaults included, and returns the operator's results. For an overload with fewer
+    results, the last ones are dropped.
     """
     op = qualified(op)
     defaults = tuple(
@@ -91,7 +92,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def leading(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """The function with the first `count` of its results."""
+    """Makes a function that returns only the first `count` of the results of another function."""
 
     @functools.wraps(function)
     def first(*args: Any, **keywords: Any) -> Any:
@@ -102,7 +103,7 @@ def leading(function: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
-    """torch.library.register_autocast for an operator and its no-grad overload."""
+    """Works as torch.library.register_autocast, for an operator and for its no-grad overload."""
     op = qualified(op)
     CASTING.add(op)
     for name in (op, op + NO_GRAD):
@@ -111,9 +112,9 @@ def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> No
 
 
 def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Under autocast an operator and its no-grad overload get the arguments that rule(device_type, arguments) returns.
+    """Makes autocast call an operator, or its no-grad overload, with what rule(device_type, arguments) returns.
 
-    The arguments are by position, defaults included.
+    `arguments` has the arguments of the call by position, defaults included.
     """
     op = qualified(op)
     CASTING.add(op)
@@ -134,19 +135,19 @@ def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple
 
 
 def is_sharded(x: object) -> bool:
-    """Whether x is a DTensor."""
+    """Returns whether x is a DTensor."""
     return distributed is not None and isinstance(x, distributed.DTensor)
 
 
 def has_tangent(*args: Any) -> bool:
-    """Whether one of these has a tangent of forward-mode differentiation."""
+    """Returns whether one of the arguments has a tangent of forward-mode differentiation."""
     return forward_ad._current_level >= 0 and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
     )
 
 
 def _is_batched(x: object) -> bool:
-    """Whether vmap gave x, which would call the operator once for each element of the batch."""
+    """Returns whether x is a batched tensor of vmap, for which the operator would run once per element of the batch."""
     functorch = torch._C._functorch
     while isinstance(x, Tensor) and functorch.is_gradtrackingtensor(x):
         x = functorch.get_unwrapped(x)
@@ -163,22 +164,22 @@ def register_autograd(
     """Gives an operator its derivative, as torch.library.register_autograd does; torch.func's transforms work, too.
 
     Args:
-        op: "name" of an operator of this package, or "namespace::name" of any. It writes to no argument and takes
-            tensors only by position. It may take lists of tensors (``Tensor[]``) and return one.
+        op: "name" of an operator of this package, or "namespace::name" of any. The operator must write to no argument
+            and take tensors only by position. It may take lists of tensors (``Tensor[]``) and return one list.
         backward: ``backward(ctx, *grads)`` returns a dictionary from the names of arguments to their gradients. An
-            argument that is missing, or has None, gets no gradient. The gradient of an argument that does not require
-            grad is dropped. (With torch.library, backward returns a tuple in the order of the arguments.) A list that
-            the operator returns has a list of gradients, and so has a list that it takes.
+            argument that is missing in the dictionary, or has None there, gets no gradient. The gradient of an argument
+            that does not require grad is dropped. (With torch.library, backward returns a tuple in the order of the
+            arguments.) If an argument or the result is a list of tensors, its gradient is a list, too.
         setup_context: ``setup_context(ctx, inputs, output)`` saves what backward reads. ``inputs`` and
-            ``ctx.needs_input_grad`` have an entry for each argument that can be given by position, defaults included;
-            for a list it is a tuple.
+            ``ctx.needs_input_grad`` have an entry for each argument that can be given by position, defaults included.
+            The entry of ``ctx.needs_input_grad`` for a list of tensors is a tuple.
             If the operator has keyword-only arguments, they come as ``keyword_only_inputs``.
-        plain: the operator in plain tensor operations, which gives the results if an argument has a tangent of
-            forward-mode differentiation; the operator is called for its checks alone, and not under vmap or while a
-            graph records the call. None: forward mode raises RuntimeError.
+        plain: the operator in plain tensor operations. It computes the results if an argument has a tangent of
+            forward-mode differentiation. The operator is then called only for its checks, and not at all under vmap or
+            while a graph records the call. None: forward mode raises RuntimeError.
 
     Raises:
-        NotImplementedError: the operator's schema is not as ``op`` says.
+        NotImplementedError: the operator does not meet the conditions named for ``op``.
     """
     op = qualified(op)
     name = op.split("::")[1]
@@ -192,9 +193,9 @@ def register_autograd(
 
 
 def register_not_differentiable(op: str) -> None:
-    """The results of an operator do not require grad, as those of torch.argmax.
+    """Registers that the results of an operator do not require grad, as for torch.argmax.
 
-    Without an Autograd kernel they seem to require grad, and a backward gives no gradient, with a warning alone.
+    Without this registration the results would seem to require grad. A backward would give no gradient, and only warn.
 
     Args:
         op: "name" of an operator of this package, or "namespace::name" of any.
@@ -205,7 +206,7 @@ def register_not_differentiable(op: str) -> None:
 
 
 def _register_batching(op: str) -> None:
-    """Under vmap the operator is called for each element of the batch. PyTorch does the same, with a warning."""
+    """Makes vmap call the operator for each element of the batch. Without this, PyTorch does the same but warns."""
     overload = overload_of(op)
 
     def elements(info: Any, x: Any, dim: Any) -> Any:
@@ -215,7 +216,7 @@ def _register_batching(op: str) -> None:
         if not isinstance(x, Tensor) or dim is None:
             return [x] * max(info.batch_size, 1)
         x = x.movedim(dim, 0)
-        # One call tells the shapes of the results. Its zeros are differentiable.
+        # For an empty batch, one call with zeros gives the shapes of the results. A sum keeps them differentiable.
         return x if info.batch_size else x.sum(0, keepdim=True, dtype=x.dtype)
 
     def loop(info: Any, in_dims: tuple[Any, ...], *args: Any, **keywords: Any) -> Any:
@@ -244,9 +245,10 @@ def _check_schema(schema: Any) -> None:
 
 
 def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> Callable[..., Any]:
-    """backward with the gradients in the order of the arguments `names`, as an autograd.Function wants them."""
+    """Makes a backward that returns the gradients in the order of the arguments `names`, as autograd.Function needs."""
     known = frozenset(names)
-    # Names, or None where no gradient is needed; by needs_input_grad and the names that backward returned.
+    # A cache of the arguments' names, with None where no gradient is needed. A key has needs_input_grad and the names
+    # of the gradients that backward returned.
     orders: dict[tuple[Any, ...], list[Any]] = {}
 
     def order_of(gradients: Any, needs: tuple[bool, ...]) -> list[Any]:
@@ -270,28 +272,28 @@ def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> 
 
 
 def _is_compiled(args: Iterable[Any]) -> bool:
-    """Whether torch.compile traces this call of plain tensors. Its graph then holds an overload without an Autograd
-    kernel; an exported graph holds the operator, because it may be trained."""
+    """Returns whether torch.compile traces this call, and all tensors are plain. The compiled graph then holds an
+    overload without an Autograd kernel. An exported graph holds the operator, because the graph may be trained."""
     if TracingContext.try_get() is None or torch.compiler._is_exporting_flag:
         return False
     return all(not isinstance(x, Tensor) or type(x) in (Tensor, Parameter, FakeTensor, FunctionalTensor) for x in args)
 
 
 def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Callable[..., Any] | None) -> Any:
-    """The autograd.Function of an operator.
+    """Makes the autograd.Function that an operator's Autograd kernel applies.
 
-    Its apply takes no keywords, and its backward must return a gradient for each argument. So keys and keywords come as
-    one last argument, a pair, whose gradient is always None.
+    The apply of a Function takes no keywords, and its backward must return a gradient for each argument. So the
+    dispatch keys and the keyword arguments come as one last argument, a pair, whose gradient is always None.
     """
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
     keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
-    below_autograd = next(iter(overloads_of(op._schema.name)), None)  # None: the operator has no overload
+    below_autograd = next(iter(overloads_of(op._schema.name)), None)  # None: the operator has no such overload
 
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
         if torch._C._are_functorch_transforms_active():
-            # Function switches gradients off, also for the transforms at the levels below, which record their own.
+            # autograd.Function switches recording off. torch.func's transforms at lower levels need recording on.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = op.redispatch(keys, *inputs, **keywords)
         elif below_autograd is not None and _is_compiled(inputs):
@@ -324,20 +326,21 @@ def _new_function(op: Any, forward: Callable[..., Any], backward: Callable[..., 
 
 
 def _function_class(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    # The class is made by type(), because PyTorch takes the name of grad_fn from the class's name at that moment.
+    # The class is made by type(), because PyTorch takes grad_fn's name from the class's name when the class is made.
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    # Compiled autograd asks a class for its key, which autograd.Function has and its base has not.
+    # Compiled autograd calls this method of a class. autograd.Function has it, and the base class below does not.
     functions["_compiled_autograd_key"] = staticmethod(torch.autograd.Function._compiled_autograd_key)
-    # Its base is not autograd.Function, which refuses torch.func's transforms. Their dispatch has already unwrapped the
-    # tensors to the level of one transform, and there the function records like those of PyTorch's own operators.
+    # The base class is not autograd.Function, which raises under torch.func's transforms. When the Autograd kernel
+    # runs, their dispatch has already unwrapped the tensors to the level of one transform. There this class records
+    # gradients as PyTorch's own operators do.
     return type(op._schema.name.split("::")[1], (torch.autograd.function._SingleLevelFunction,), functions)
 
 
 def _direct_function(op: Any, backward: Callable[..., Gradients], setup_context: Callable[..., Any] | None) -> Any:
-    """The autograd.Function that calls.py applies without the dispatcher.
+    """Makes the autograd.Function that calls.py applies without the dispatcher.
 
-    It returns what the no-grad overload returns. The results beyond are saved alone, and backward gets None for their
-    gradients.
+    Its forward returns the results that the no-grad overload has. The operator's other results are only saved, and
+    backward gets None as their gradients.
     """
     names = [argument.name for argument in op._schema.arguments]
     overloads = overloads_of(op._schema.name)
@@ -383,7 +386,7 @@ def _autograd_kernel(
                 raise RuntimeError(f"{op._schema.name}: forward-mode differentiation is not implemented")
             if not (torch._C._len_torch_dispatch_stack() or any(map(_is_batched, each))):
                 with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
-                    op.redispatch(keys, *args, **keywords)  # for its checks
+                    op.redispatch(keys, *args, **keywords)  # only for the operator's checks
             return plain(*args, *defaults[len(args) :], **keywords)
         if torch.is_grad_enabled():
             for arg in each:

@@ -1,20 +1,21 @@
-"""The operators as functions that cost little: an operator, its no-grad overload, or its autograd.Function directly.
+"""Makes Python functions that call the operators at low cost, past their Autograd kernels where possible.
 
-An Autograd kernel in Python runs at every call of an operator, with gradients or without, and again for the backward
-operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a no-grad overload:
-the operator <name>_no_grad, which has the same arguments, kernels and fake, and no Autograd kernel. It may leave out
-the last results, if only backward reads them; it then has a C++ function of its own, and the operator
-<name>_all_results is the one with all results and no Autograd kernel (DEF_WITH_FEWER_RESULTS in
+An operator's Autograd kernel is Python code. It runs at every call of the operator, with gradients or without, and
+again for the backward operator. For small tensors it takes most of the call's time. So each operator with an Autograd
+kernel has a no-grad overload: the operator <name>_no_grad, which has the same arguments, kernels and fake, and no
+Autograd kernel. The overload may leave out the last results, if only backward reads them. It then has a C++ function of
+its own, and there is an operator <name>_all_results, with all results and no Autograd kernel (DEF_WITH_FEWER_RESULTS in
 csrc/common/shim/op.h).
 
 The no-grad overload is called instead of the operator under no_grad, and in a backward pass that is not differentiated
 itself. It is not called while a graph records the call, because a graph captured under no_grad may be trained later.
 
-Where gradients are recorded and nothing else wants to see the call, the function applies the operator's
-autograd.Function itself. The dispatcher would call Python for it, with boxed arguments, and Python the dispatcher.
+Where gradients are recorded and only autograd must see the call, the function applies the operator's autograd.Function
+itself. The dispatcher would box the arguments to call the Autograd kernel, which would call the dispatcher again.
 
-In a model other code runs between two calls, and most of a call's time is cache misses. So the condition has few Python
-functions, and names PyTorch's functions without the dictionaries of torch and torch._C, which are large.
+In a model other code runs between two calls of an operator, so that most of a call's time is cache misses. So
+_requires_grad calls few Python functions, and this module imports PyTorch's functions by name: looking them up in torch
+and torch._C would read these modules' large dictionaries.
 """
 
 import threading
@@ -47,9 +48,10 @@ NO_GRAD, ALL_RESULTS = "_no_grad", "_all_results"
 
 
 def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
-    """A function for each operator that has a no-grad overload. It takes arguments by position.
+    """Returns a function for each operator that has a no-grad overload. The functions take arguments by position.
 
-    Under no_grad it calls the overload, unless a graph records the call. It always returns the overload's results.
+    Under no_grad a function calls the overload, unless a graph records the call. If the operator has more results than
+    the overload, the function never returns the additional ones.
     """
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
     return SimpleNamespace(
@@ -62,28 +64,29 @@ def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
 
 
 def overload_of(op: str) -> Any:
-    """The overload "namespace::name" or "namespace::name.overload"."""
+    """Returns the operator of torch.ops with the name "namespace::name" or "namespace::name.overload"."""
     namespace, name = op.split("::")
     name, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
 def without_suffix(name: str) -> str:
-    """The name of the operator whose overload has this name."""
+    """Returns the operator's name, given its own name or that of its overload without an Autograd kernel."""
     return name.removesuffix(NO_GRAD).removesuffix(ALL_RESULTS)
 
 
 def overloads_of(op: str) -> list[Any]:
-    """The overloads of "namespace::name" that have no Autograd kernel, those with all results first."""
+    """Returns the overloads of "namespace::name" that have no Autograd kernel. The first one has all results."""
     names = torch._C._dispatch_get_all_op_names()
     return [overload_of(op + suffix) for suffix in (ALL_RESULTS, NO_GRAD) if op + suffix in names]
 
 
 def is_recorded() -> bool:
-    """Whether a graph may record this call (torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace),
-    or forward-mode differentiation is on.
+    """Returns whether a graph may record this call (torch.export, make_fx or another dispatch mode, torch.fx,
+    torch.jit.trace), or whether forward-mode differentiation is on.
 
-    torch.compile does not count: it guards on the grad mode, and nothing differentiates its backward graphs.
+    A graph of torch.compile does not count: it is only reused in the same grad mode, and nothing differentiates
+    torch.compile's backward graphs.
     """
     if is_compiling():
         return torch.compiler._is_exporting_flag  # is_exporting() is always true while torch.compile traces it
@@ -95,9 +98,9 @@ def is_recorded() -> bool:
 
 
 def call(name: str, *args: Any, **keywords: Any) -> Any:
-    """Calls an operator of this package that has no no-grad overload: "name" or "name.overload".
+    """Calls the operator "name" or "name.overload" of this package, for operators that have no no-grad overload.
 
-    All arguments are given; the keyword-only ones, which are the last, in their order.
+    All arguments must be given, defaults included. The keyword-only ones come in the schema's order.
     """
     op = overload_of(f"{NAMESPACE}::{name}")
     try:
@@ -108,7 +111,8 @@ def call(name: str, *args: Any, **keywords: Any) -> Any:
 
 
 def _thread_without_modes() -> tuple[int, int]:
-    """The keys that a thread's calls include and exclude while nothing is switched on. Autocast is excluded."""
+    """Returns the dispatch keys that a new thread includes and excludes, as bits. Autocast's keys are excluded, because
+    no mode is on in a new thread."""
     found: list[int] = []
     sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
     thread = threading.Thread(target=lambda: found.extend(keys().raw_repr() for keys in sets))
@@ -120,18 +124,18 @@ def _thread_without_modes() -> tuple[int, int]:
 _INCLUDED, _excluded = _thread_without_modes()
 _EXCLUDED = frozenset((_excluded,))
 _AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)]
-# What a thread excludes while autocast is off for both, one or none of the device types.
+# The keys, as bits, that a thread excludes if autocast is off for CPU and CUDA, for one of them, or for neither.
 _EXCLUDED_WITH_AUTOCAST = frozenset(_excluded & ~cpu & ~cuda for cpu in (0, _AUTOCAST[0]) for cuda in (0, _AUTOCAST[1]))
 _PLAIN = frozenset((int, float, bool, type(None), list, tuple, torch.Size, Tensor, Parameter))
 
-# The autograd.Function of each operator that a call may apply without the dispatcher (autograd.py).
+# Maps an operator to the autograd.Function that a call may apply without the dispatcher. autograd.py fills it.
 DIRECT: dict[str, Any] = {}
 CASTING: set[str] = set()  # the operators that have an autocast rule
 
 
 def _requires_grad(name: str, args: tuple[Any, ...]) -> bool | None:
-    """Whether a call has gradients; None if something beside autograd may want to see it."""
-    if is_compiling():  # first, because torch.compile cannot trace what follows
+    """Returns whether autograd must record the call, or None if a mode, a transform or a graph may have to see it."""
+    if is_compiling():  # comes first, because torch.compile cannot trace the code below
         return None if is_grad_enabled() or torch.compiler._is_exporting_flag else False
     is_plain = forward_ad._current_level < 0 and _PLAIN.issuperset(map(type, args))
     if not is_grad_enabled():
@@ -172,7 +176,7 @@ def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
             raise
         if all_results and count == 1:
             return results
-        # By index: under torch.fx all results are one Proxy.
+        # The results are indexed, because under torch.fx they are one Proxy, which cannot be unpacked.
         return results[0] if count == 1 else tuple([results[i] for i in range(count)])
 
     return call

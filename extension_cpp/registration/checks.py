@@ -1,6 +1,6 @@
-"""The checks of csrc/common/shim/op.h for fakes: the same conditions, order and sentences, on tensors without data.
+"""Provides the checks of csrc/common/shim/op.h, with its conditions, order and messages, for fakes.
 
-If a fake accepted what the kernel refuses, torch.export would succeed and the exported program would fail when it runs.
+If a fake accepted what the kernel does not accept, torch.export would succeed, and running the exported program fail.
 Conditions go through torch._check, which also takes symbolic sizes.
 """
 
@@ -35,7 +35,7 @@ def check_tensor(op: str, name: str, x: Any) -> None:
 
 
 def check_dense(op: str, name: str, x: Any) -> None:
-    """Fails if x is sparse, quantized, of mkldnn's layout or nested without being jagged: no kernel takes these."""
+    """Fails if x is sparse, quantized, of mkldnn's layout or nested but not jagged. No kernel takes such tensors."""
     if not isinstance(x, Tensor) or x.layout == torch.jagged:
         return
     if x.is_nested:
@@ -47,9 +47,10 @@ def check_dense(op: str, name: str, x: Any) -> None:
 
 
 def check_tensors(schema: Any, args: Sequence[Any]) -> None:
-    """check_tensor and check_dense of each argument that the schema says is one.
+    """Makes check_tensor and check_dense for each argument that is a tensor or a list of tensors in the schema.
 
-    For calls that failed: PyTorch's own words for these mistakes are many lines, and some name none of the arguments.
+    It runs after a call of an operator has failed. PyTorch's own messages for these mistakes have many lines, and some
+    of the messages name no argument.
     """
     for argument, value in zip(schema.arguments, args, strict=False):
         kind, op = str(argument.type), schema.name.split("::")[1]
@@ -65,7 +66,7 @@ def check_tensors(schema: Any, args: Sequence[Any]) -> None:
 
 
 def check_sizes(op: str, sizes: Sequence[Any], expected: Sequence[Any], message: str) -> None:
-    """Compares sizes one by one, because the comparison of a symbolic size gives a SymBool."""
+    """Fails unless the sizes are equal. They are compared one by one, because symbolic sizes compare to a SymBool."""
     check(op, len(sizes) == len(expected), message)
     for size, other in zip(sizes, expected, strict=True):
         check(op, size == other, message)
@@ -101,7 +102,7 @@ def check_shape(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> 
 
 
 def check_like(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
-    """check_same, then check_shape."""
+    """Makes check_same, then check_shape."""
     check_same(op, name, x, like_name, like)
     check_shape(op, name, x, like_name, like)
 
@@ -135,5 +136,5 @@ def check_no_partial_overlap(op: str, written_name: str, written: Tensor, name: 
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether torch.empty_like keeps x's strides."""
+    """Returns whether x is dense, which means that torch.empty_like keeps its strides."""
     return torch.empty_like(x).stride() == x.stride()

@@ -1,4 +1,4 @@
-"""`register`, which makes an entry of the table in ops.py: all that Python registers for one operator."""
+"""Provides `register`, which makes one entry of the table in ops.py: all that Python registers for one operator."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -22,34 +22,34 @@ from .mutation import register_mutation
 
 
 class Mark(str):
-    """A value of an entry that is no function."""
+    """A constant that stands in an entry where a function could stand."""
 
 
-# In place of a backward: the derivative of this order is not implemented, and a call of it raises.
+# In place of a backward: the derivative of this order is not implemented, and computing it raises RuntimeError.
 NO_SECOND, NO_THIRD = Mark("second"), Mark("third")
 # In place of a backward: the operator has no derivative, because it writes into an argument or helps another operator.
 WRITES, NOT_DIFFERENTIABLE = Mark("writes"), Mark("not differentiable")
-# In place of an autocast rule. Only for CUDA: if both device types have one, torch.compile uses the second registration
-# for both.
+# In place of an autocast rule: autocast on CUDA casts to float32. The CPU gets no such rule, because torch.compile
+# would use the rule that is registered last for both device types.
 FLOAT32_ON_CUDA = Mark("float32")
-# In place of a rule for jagged nested tensors or for DTensors: the operator refuses them with a sentence.
+# In place of a rule for jagged nested tensors or for DTensors: the operator raises an error for such tensors.
 NONE = Mark("none")
-# What nested.py does with the operator and its backward operators: it runs once, on the rows of all tensors together;
-# or it refuses jagged tensors, and says that they must be padded.
+# What an operator and its backward operators do with jagged tensors (nested.py). BY_ROWS: the operator runs once, on
+# the rows of all tensors together. PADDED: it raises an error, which says that the tensors must be padded.
 BY_ROWS, PADDED = Mark("by rows"), Mark("padded")
 
 # Rules for DTensors. A rule gets the call as a dictionary: each argument by name, defaults included. In place of a
-# tensor it has an object with shape, ndim and tensor_meta.dtype. A placement is the dimension that is sharded, PARTIAL,
-# or None if the tensor is replicated.
+# tensor the dictionary has an object with shape, ndim and tensor_meta.dtype. A placement is the dimension that is
+# sharded, PARTIAL (the processes' tensors must be added), or None if the tensor is replicated.
 PARTIAL = Mark("partial")
 Call = dict[str, Any]
 Placement = int | Mark | None
-Sharding = tuple[Sequence[Placement], Mapping[str, Placement]]  # of the results; of arguments by name
+Sharding = tuple[Sequence[Placement], Mapping[str, Placement]]  # placements of the results; of arguments by name
 Rule = Callable[[Call], Iterator[Sharding]]
 
-NESTED: dict[str, Mark] = {}  # by operator; an operator whose mark is NONE is left out
+NESTED: dict[str, Mark] = {}  # the mark of each operator, by its name; operators marked NONE are left out
 SHARDING: dict[str, Rule | Mark] = {}  # by operator
-AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # by operator, for those that have a rule
+AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # by operator; operators without a rule are left out
 
 
 def register(
@@ -65,10 +65,11 @@ def register(
     kernel: Callable[..., Any] | None = None,
     no_grad_kernel: Callable[..., Any] | None = None,
 ) -> None:
-    """Registers an operator's fake, derivative and autocast rule, and notes its rules for nested tensors and DTensors.
+    """Registers an operator's fake, derivative and autocast rule, and stores its rules for nested tensors and DTensors.
 
-    Without a setup_context the operator saves its inputs. autograd.py says what the functions take and return. An
-    operator without kernels in C has `kernel`, and its no-grad overload, if it returns less, `no_grad_kernel`.
+    Without a setup_context the operator saves its inputs. autograd.py says what the functions take and return. `kernel`
+    is for an operator without kernels in C. If its no-grad overload returns fewer results, the overload gets
+    `no_grad_kernel`.
     """
     register_fake(op)(fake)
     if backward is WRITES:
@@ -95,7 +96,7 @@ def register(
 
 
 def _save_inputs(op: str) -> Callable[..., None]:
-    """A setup_context that saves the tensors, the first arguments of an operator. The others become ctx.options."""
+    """Makes a setup_context that saves an operator's tensors, its first arguments. The others become ctx.options."""
     schema = getattr(own_ops, op).default._schema
     count = sum(str(argument.type) == "Tensor" for argument in schema.arguments)
 
@@ -116,14 +117,14 @@ def _not_implemented(op: str, order: str) -> Callable[..., NoReturn]:
 
 
 def _register_kernel(name: str, kernel: Callable[..., Any]) -> None:
-    """Registers a kernel in Python on CPU and CUDA."""
+    """Registers a Python function as the kernel of an operator on CPU and CUDA."""
     schema = getattr(own_ops, name).default._schema
     defaults = tuple(argument.default_value for argument in schema.arguments)
 
     def checked(*args: Any) -> Any:
         args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments with default values
         _check_memory(schema, args)
-        with torch.no_grad():  # for a no-grad overload that is called by itself
+        with torch.no_grad():  # a no-grad overload may be called while gradients are recorded
             return kernel(*args)
 
     op = qualified(name)
@@ -132,7 +133,8 @@ def _register_kernel(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def _check_memory(schema: Any, args: Sequence[Any]) -> None:
-    """check_memory of common/shim/op.h. PyTorch's products of a tensor whose storage was freed may end the process."""
+    """Fails if a tensor's storage was freed, as check_memory of csrc/common/shim/op.h does. PyTorch's matrix product of
+    such a tensor may crash the process."""
     for argument, x in zip(schema.arguments, args, strict=True):
         if isinstance(x, Tensor) and x.numel() > 0 and x.untyped_storage().nbytes() == 0:
             got = f"memory for its {x.numel()} elements, but got a storage of 0 bytes"

@@ -1,4 +1,4 @@
-"""Operators that take or return lists of tensors: what autograd sees of them is single tensors."""
+"""Supports operators that take or return lists of tensors. Autograd sees each tensor of a list as a separate one."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -8,25 +8,25 @@ from torch._functorch.utils import unwrap_dead_wrappers
 
 
 def is_list(of_schema: Any) -> bool:
-    """Whether an argument or a result of a schema is a list of tensors."""
+    """Returns whether an argument or a result of a schema is a list of tensors."""
     return str(of_schema.type) == "List[Tensor]"
 
 
 def list_places(op: Any) -> frozenset[int]:
-    """The places of an operator's arguments that are lists of tensors."""
+    """Returns the positions of the arguments of an operator that are lists of tensors."""
     return frozenset(place for place, argument in enumerate(op._schema.arguments) if is_list(argument))
 
 
 def one_by_one(args: tuple[Any, ...], lists: frozenset[int]) -> tuple[Any, ...]:
-    """The arguments, with each tensor of a list as an argument of its own."""
+    """Returns the arguments with each list of tensors replaced by its tensors."""
     if not lists:
         return args
     return tuple(itertools.chain.from_iterable(x if place in lists else (x,) for place, x in enumerate(args)))
 
 
 class FunctionOfLists:
-    """An autograd.Function for an operator with lists of tensors. It gets each tensor of a list as an argument of its
-    own, and the lengths of the lists as one last argument; None is the length of what is no list."""
+    """Applies an autograd.Function for an operator with lists of tensors. The Function gets each tensor of a list as a
+    separate argument. Its last argument is a tuple with the length of each list, and None for each other argument."""
 
     def __init__(self, make: Any, forward: Any, backward: Any, lists: frozenset[int], returns_list: bool) -> None:
         self.lists, self.returns_list = lists, returns_list

@@ -1,4 +1,4 @@
-"""The twin of csrc/common/shim/match.h for fakes: the same roles, order and sentences, on tensors without data.
+"""Provides the checks of csrc/common/shim/match.h, with its conditions, order and messages, for fakes.
 
     match = Match("topk_gate")
     match("logits", logits, FLOATING, "[*, experts]")
@@ -19,20 +19,21 @@ from torch import Tensor
 
 from . import checks
 
-# The dtypes that an argument may have: a set of them, or SAME, that of the first tensor, which is then floating.
+# The dtypes that an argument may have: a tuple of dtypes, or SAME, the dtype of the first tensor. If the first tensor
+# itself has SAME, it may have any floating-point dtype.
 FLOATING = checks.DTYPES
 INT64, BOOL = (torch.int64,), (torch.bool,)
-SAME, SAME_OR_FLOAT32 = "same", "same or float32"  # the latter if that is half
+SAME, SAME_OR_FLOAT32 = "same", "same or float32"  # float32 is allowed if the first tensor is half
 Dtypes = str | tuple[torch.dtype, ...]
 
-# In the order in which a message names them: EVERY_DTYPE of csrc/common/shim/op.h.
+# All dtypes, in the order in which a message names them, which is that of EVERY_DTYPE in csrc/common/shim/op.h.
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 EVERY_DTYPE = (*FLOATING, torch.float8_e4m3fn, *_INTEGERS, torch.bool)
 
 
 @dataclass
 class Bound:
-    """The sizes of dimensions [begin, end) of a tensor, for which a name or * stands."""
+    """Holds the sizes of dimensions [begin, end) of a tensor, for which a name or * in a shape pattern stands."""
 
     name: str
     of: str
@@ -45,7 +46,7 @@ class Bound:
         return self.tensor.shape[self.begin : self.end]
 
     def place(self) -> str:
-        """ "the last dimension of x"; "" where no words say it."""
+        """Returns words for the dimensions, such as "the last dimension of x", or "" if there are no short ones."""
         left = self.tensor.dim() - self.end
         if self.name != "*":
             return f"{'the last dimension' if left == 0 else f'dimension {self.begin}'} of {self.of}"
@@ -63,7 +64,7 @@ class Match:
 
     def __call__(self, name: str, x: Tensor | Sequence[Tensor] | None, dtypes: Dtypes, shape: str = "") -> None:
         """Fails unless x, or each tensor of the list x, is on the first tensor's device and has one of these dtypes and
-        this shape: "[rows, 4, *]", "like x", "broadcasts to x" or "" (match.h). None is allowed."""
+        this shape: "[rows, 4, *]", "like x", "broadcasts to x" or "" (see match.h). None is not checked."""
         if x is None:
             return
         if not isinstance(x, Tensor):
@@ -92,7 +93,7 @@ class Match:
         checks.check_sizes(self.op, x.shape, sizes, f"{expected}, but got {list(x.shape)}")
 
     def size(self, name: str) -> Any:
-        """The size, or the product of the sizes, that a name or * stands for."""
+        """Returns the size, or the product of the sizes, that a name or * in the shape patterns stands for."""
         return math.prod(self.bound[name].sizes)
 
     def _check_dtypes(self, name: str, x: Tensor, dtypes: Dtypes) -> None:

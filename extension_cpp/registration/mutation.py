@@ -1,4 +1,4 @@
-"""Operators that write into an argument."""
+"""Registers with autograd the operators that write into an argument."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +15,10 @@ _AFTER_VIEWS = keys_below(DispatchKey.ADInplaceOrView)
 
 
 def register_mutation(op: str) -> None:
-    """Makes autograd see what an operator writes into. For each whose schema has Tensor(a!).
+    """Tells autograd that an operator writes into the arguments that have Tensor(a!) in its schema.
 
-    Each call counts a version of every argument that it writes, so that a backward which needs the former values
-    raises. An argument that requires grad is refused, because the operator has no derivative.
+    Each call increases the version counter of every argument that it writes into, so that a backward which needs the
+    former values raises an error. An argument that requires grad is an error, because the operator has no derivative.
 
     Args:
         op: "name" or "name.overload" of an operator of this package, or of any with "namespace::" before it.
@@ -43,7 +43,7 @@ def register_mutation(op: str) -> None:
             given = args[place] if place < len(args) else keywords.get(name)
             yield from (x for x in tree_iter(given) if isinstance(x, Tensor))
 
-    # Tensors made in inference mode have no version, and skip this kernel.
+    # For tensors made in inference mode, which have no version counter, the dispatcher skips this kernel.
     def counted(keys: DispatchKeySet, *args: Any, **keywords: Any) -> Any:
         tensors = [x for x in tree_iter((args, keywords)) if isinstance(x, Tensor)]
         if (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or has_tangent(*tensors):
@@ -52,8 +52,8 @@ def register_mutation(op: str) -> None:
         increment_version(targets(args, keywords))
         return results
 
-    # PyTorch's own kernel for views like z.conj().imag, which stand for the negative of what is in memory, ends in an
-    # internal assertion if an operator returns nothing.
+    # This kernel is for views like z.conj().imag, whose values are the negatives of those in memory. PyTorch's own
+    # kernel for such views fails with an internal assertion if an operator returns nothing.
     def negated(*args: Any, **keywords: Any) -> Any:
         plain_args, plain_keywords = tree_map_only(Tensor, torch.resolve_neg, (args, keywords))
         results = overload(*plain_args, **plain_keywords)

@@ -1,7 +1,7 @@
-"""Jagged nested tensors: an operator that works on rows or elements runs once, on the rows of all tensors together.
+"""Runs operators on jagged nested tensors: an operator on rows or elements runs once, on the rows of all tensors.
 
-Importing this module registers a rule for every operator. Operators whose entry in ops.py is not marked BY_ROWS refuse
-nested tensors.
+Importing this module registers a rule for every operator. Operators whose entry in ops.py is not marked BY_ROWS raise
+an error for nested tensors.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .entries import BY_ROWS, NESTED, PADDED, Mark
 
 
 def register_nested(op: Any) -> None:
-    """Runs an operator on the values of jagged nested tensors that have the same offsets."""
+    """Registers what an operator does with jagged tensors: it runs on their values(), or raises an error."""
     overload = op._schema.name.split("::")[1]
     name = without_suffix(overload)
     mark = NESTED.get(name.removesuffix("_backward").removesuffix("_double"))
@@ -30,7 +30,7 @@ def register_nested(op: Any) -> None:
 
 def _refuse(name: str, mark: Mark | None) -> Callable[..., Any]:
     def rule(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # values() does not say where a sequence ends.
+        # A sum along a sequence cannot run on values() alone, which does not say where the sequence ends.
         hint = "pad it (to_padded_tensor)" if mark is PADDED else "call it on the tensor's values()"
         checks.fail(name, f"expected no nested tensor; {hint}")
 
@@ -62,7 +62,7 @@ def _check(name: str, argument: str, x: NestedTensor, like: NestedTensor) -> Non
 
 
 def _like(values: Tensor, nested: NestedTensor) -> Tensor:
-    """The nested tensor with other values."""
+    """Returns a nested tensor with the structure of `nested` and other values."""
     return torch.nested.nested_tensor_from_jagged(values, nested.offsets(), nested.lengths())
 
 

@@ -1,7 +1,8 @@
-"""kernel_template, with accessors: importing this file compiles its two sources.
+"""Implements kernel_template with accessors. Importing this file compiles its two sources.
 
 torch.utils.cpp_extension.load compiles them in some seconds and caches the result. Without a GPU the CUDA source is
-left out. They need only the stable ABI of torch 2.10, so that torch.ops.load_library loads the result into later ones.
+left out. The sources need only the stable ABI of torch 2.10, so that torch.ops.load_library can load the compiled
+library into later versions of torch.
 """
 
 from pathlib import Path
@@ -21,14 +22,14 @@ load(
     name="kernel_template",
     sources=[str(_folder / source) for source in _sources],
     extra_cflags=_stable,
-    extra_cuda_cflags=[*_stable, "-DUSE_CUDA"],  # which declares the function that gives the current stream
+    extra_cuda_cflags=[*_stable, "-DUSE_CUDA"],  # USE_CUDA declares the function that gives the current stream
     is_python_module=False,
 )
 _ops = torch.ops.kernel_template
 
 
 def reference(x: Tensor) -> Tensor:
-    """The same in plain PyTorch. It documents the op, and its test compares with it in float64."""
+    """Computes kernel_template in plain PyTorch. It documents the op, and the test compares with it in float64."""
     return x * x
 
 

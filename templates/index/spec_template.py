@@ -52,5 +52,5 @@ SPEC = OpSpec(
     least_rank=1,
     terms=terms,
     exact=(0,),
-    positional=True,  # its own test has huge tensors, in place of the battery's
+    positional=True,  # test_kernel_template.py tests huge tensors, in place of tests/battery
 )

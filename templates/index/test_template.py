@@ -1,4 +1,4 @@
-"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_empty(shape: tuple[int, ...], count: int, device: str) -> None:
 
 @pytest.mark.parametrize("number", [-1, 3, 1 << 62, -(1 << 63)])
 def test_numbers_that_are_no_rows(number: int, device: str) -> None:
-    """The CPU refuses an index that is no row. A GPU gives NaN and no gradient, and reads no other memory."""
+    """For a number that is not a row, the CPU raises an error. A GPU gives NaN and no gradient, and reads only x."""
     x = torch.ones(3, 5, device=device, requires_grad=True)
     index = torch.tensor([1, 2, number, 0], device=device)
     backward, grad_out = torch.ops.extension_cpp.kernel_template_backward, torch.ones(4, 5, device=device)

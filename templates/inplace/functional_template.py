@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operator."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ def kernel_template(
     Args:
         param: any shape and strides; it is written if there is no ``out``.
         grad: shape, dtype and device of ``param``.
-        momentum: the same; it is written as ``param`` is.
+        momentum: shape, dtype and device of ``param``; it is written if there is no ``out``.
         lr: the step's length for each unit of momentum.
         beta: how much of the former momentum stays.
         out: where to write the new ``param`` and ``momentum`` instead: two tensors of ``param``'s shape, dtype and
@@ -36,8 +36,8 @@ def kernel_template(
             the dtype is not floating point; elements of a tensor that is written share memory, or it shares a part of
             its memory with another tensor; an argument requires grad while gradients are recorded.
 
-    Not differentiable: call it under ``torch.no_grad()``. It counts a version of what it writes, so that a backward
-    which saved the former numbers raises.
+    Not differentiable: call it under ``torch.no_grad()``. It increases the version counters of the tensors that it
+    writes, so that a backward which saved their former values raises.
     """
     if out is None:
         call("kernel_template", param, grad, momentum, lr, beta)

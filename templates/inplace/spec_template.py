@@ -41,7 +41,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Two products and two sums in a row, of numbers that are rounded as lr and beta are: five roundings."""
+    """Bounds the rounding errors, 3 eps: two products, two sums, lr and beta are rounded, by half an eps each."""
     param, grad, momentum, lr, *beta = call.sample.args
     size = (beta[0] if beta else 0.9) * momentum.abs() + grad.abs()
     return [Terms(param.abs() + lr * size, 3), Terms(size, 3)], {}

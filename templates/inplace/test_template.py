@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import extension_cpp
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_known_values(dtype: torch.dtype, device: str) -> None:
-    """Two steps with small numbers, which are exact in every dtype."""
+    """Two steps with small numbers give exact values in every dtype."""
     param, momentum = (torch.tensor([x, 8.0], dtype=dtype, device=device) for x in (4.0, 2.0))
     grad = torch.tensor([1.0, -2.0], dtype=dtype, device=device)
     for _ in range(2):
@@ -19,7 +19,7 @@ def test_known_values(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("size", [64, 70_001])
 def test_steps_of_pytorch(size: int, device: str) -> None:
-    """torch.optim.SGD takes the same steps. Its momentum begins with the first gradient, as ours does from 0."""
+    """Three calls change param as torch.optim.SGD does. After one step from 0, the momentum of both is the gradient."""
     torch.manual_seed(0)
     ours = torch.randn(size, dtype=torch.float64, device=device)
     theirs = torch.nn.Parameter(ours.clone())
@@ -32,7 +32,7 @@ def test_steps_of_pytorch(size: int, device: str) -> None:
 
 
 def test_a_dense_param_is_written_without_a_copy(device: str) -> None:
-    """Transposed, too, if the others have its strides: no call of PyTorch allocates or copies."""
+    """No aten operator allocates or copies during a call, even if param, grad and momentum are transposed."""
     param, grad, momentum = (torch.ones(3, 5, device=device).t() for _ in range(3))
     with torch.profiler.profile() as profiler:
         extension_cpp.kernel_template(param, grad, momentum, 0.5)
@@ -64,7 +64,7 @@ def test_a_param_that_requires_grad_is_written_under_no_grad(device: str) -> Non
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
 def test_out_is_written_and_returned(layout: str, device: str) -> None:
-    """In any strides, which stay. The inputs and what is between the elements of out are not written."""
+    """out may have any strides and keeps them. The inputs and the memory between out's elements are not written."""
     torch.manual_seed(0)
     inputs = [torch.randn(33, 65, device=device) for _ in range(3)]
     expected = [x.clone() for x in inputs]
@@ -80,7 +80,7 @@ def test_out_is_written_and_returned(layout: str, device: str) -> None:
 
 
 def test_out_may_be_the_inputs(device: str) -> None:
-    """The other way round, too. Each result is as if all had been read before."""
+    """With the inputs as out, in either order, each result is as if all inputs were read before the first write."""
     for swap in (False, True):
         param, grad, momentum = (torch.full((70_001,), value, device=device) for value in (4.0, 1.0, 2.0))
         out = (momentum, param) if swap else (param, momentum)
@@ -89,7 +89,7 @@ def test_out_may_be_the_inputs(device: str) -> None:
 
 
 def test_out_counts_versions(device: str) -> None:
-    """And opcheck compiles it."""
+    """A call with out counts a version of out's tensors and of no input. opcheck accepts the operator."""
     op = torch.ops.extension_cpp.kernel_template.out
     param, grad, momentum, *outs = (torch.ones(3, 5, device=device) for _ in range(5))
     keywords = dict(zip(("param_out", "momentum_out"), outs, strict=True))

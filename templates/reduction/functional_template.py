@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operators."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ def kernel_template(
     Differentiable once in ``x`` and ``weight``; a second derivative raises. Backward saves ``x``, ``weight`` and
     the reciprocal root mean square of each row. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    # A schema says how many results an operator has, so it always returns both, and this function leaves one out, as
-    # torch.nn.functional.max_pool2d does with indices. Here it costs nothing: backward needs rstd.
+    # An operator's schema fixes the number of its results. So this operator always returns both, and the function drops
+    # rstd, as torch.nn.functional.max_pool2d drops indices. This costs no time, because backward needs rstd anyway.
     y, rstd = _ops.kernel_template(x, weight, eps)
     return (y, rstd) if return_rstd else y
 
@@ -69,7 +69,7 @@ def kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tup
     _, rstd = output
     ctx.save_for_backward(x, weight, rstd)
     ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)  # else backward would fill zeros for rstd
+    ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros as the gradient of rstd
 
 
 def kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Gradients:
@@ -83,7 +83,7 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Grad
 
 
 def kernel_template_plain(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The same in plain tensor operations, for forward-mode differentiation."""
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * (1 if weight is None else weight)).to(x.dtype), rstd.detach()

@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def tensors(device: str, rows: int = 9, cols: int = 33) -> tuple[torch.Tensor, t
 
 
 def test_rstd_is_the_second_result_by_option(device: str) -> None:
-    """It has no gradient, and the first result does not depend on the option."""
+    """With return_rstd the second result is rstd, without a gradient, and the first result stays the same."""
     x, weight = tensors(device)
     y, rstd = extension_cpp.kernel_template(x, weight, return_rstd=True)
     assert torch.equal(y, extension_cpp.kernel_template(x, weight)) and not rstd.requires_grad
@@ -33,7 +33,7 @@ def test_only_what_needs_a_gradient_gets_one(device: str) -> None:
 
 
 def test_weight_gradient_of_many_rows(device: str) -> None:
-    """131072 rows of bfloat16: sums in bfloat16 would stop growing at 256."""
+    """The gradient of weight over 131072 rows of bfloat16 is exact. A sum in bfloat16 would stop growing at 256."""
     x = torch.ones(131072, 32, device=device, dtype=torch.bfloat16)
     weight = torch.ones(32, device=device, dtype=torch.bfloat16, requires_grad=True)
     extension_cpp.kernel_template(x, weight, 0.0).backward(torch.ones_like(x))

@@ -46,7 +46,7 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    # grad_x = grad_out * 2 x / cols is linear in both. Plain tensor operations let autograd differentiate it again.
+    # grad_x = grad_out * 2 x / cols is linear in grad_out and in x. Autograd differentiates these operations again.
     grad_out, x = ctx.saved_tensors
     grad_grad_out = (grad_grad_x * x).sum(-1) * 2 / x.shape[-1] if x.shape[-1] else torch.zeros_like(grad_out)
     return {"grad_out": grad_grad_out, "x": kernel_template_backward_plain(grad_out, grad_grad_x)}

@@ -1,11 +1,11 @@
-"""Every op in plain PyTorch, with the same signature. It documents the op, and its tests compare with it in float64."""
+"""Defines every op in plain PyTorch, with the op's signature. The tests compare the ops with these in float64."""
 
 import torch
 from torch import Tensor
 
 
 def kernel_template(x: Tensor, decay: float) -> Tensor:
-    """Computes the loop y_k = decay * y_(k-1) + x_k in log2(steps) iterations. Each doubles the steps in a sum."""
+    """Computes y_k = decay * y_(k-1) + x_k in log2(steps) iterations, each of which doubles the steps in a sum."""
     y, offset = x.clone(), 1
     while offset < x.shape[-1]:
         y = y + decay**offset * torch.nn.functional.pad(y[..., :-offset], (offset, 0))

@@ -1,4 +1,4 @@
-"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 import pytest
 import torch

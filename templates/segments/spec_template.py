@@ -50,5 +50,5 @@ SPEC = OpSpec(
     launches=(1, 1),
     least_rank=1,
     terms=terms,
-    positional=True,  # its own test has huge tensors, in place of the battery's
+    positional=True,  # test_kernel_template.py tests huge tensors, in place of tests/battery
 )

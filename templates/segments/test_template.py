@@ -1,4 +1,4 @@
-"""Tests what only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_empty(shape: tuple[int, ...], offsets: list[int], device: str) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 5, 1, 1 << 62, -(1 << 63)])
 def test_offsets_that_fall_or_are_out_of_range(wrong: int, device: str) -> None:
-    """The CPU refuses wrong offsets. On a GPU they access no other memory, and other segments are right."""
+    """Wrong offsets raise an error on the CPU. On a GPU only the tensors are read, and valid segments are right."""
     x = torch.ones(4, 3, device=device)
     offsets = torch.tensor([0, 2, wrong, 4], device=device)
     backward, grad_out = torch.ops.extension_cpp.kernel_template_backward, torch.ones(3, 3, device=device)

@@ -28,7 +28,7 @@ def error_inputs(device):
 
 def terms(call):
     """Bounds the rounding errors. A result adds up to 11 products one by one. A gradient of weight adds the steps of a
-    row in 32 sums or more, whose rounding errors are random. Each of its products may be denormal."""
+    row in 32 sums or more, whose rounding errors are random. Each product in this gradient may be denormal."""
     x, weight = call.sample.args[:2]
     sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
     sizes.gradients[1] += x.numel() / max(len(weight), 1) * call.least

@@ -1,4 +1,4 @@
-"""kernel_template: the public function, and what ops.py registers for its operator."""
+"""Implements kernel_template: the public function, and the functions that ops.py registers."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def kernel_template(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     Differentiable in all tensors, to any order. Saves the factors of those that require grad. On a GPU there is one
     launch for each 100 tensors, in both directions. A result is rounded once, and does not depend on the other tensors.
     """
-    # PyTorch finds an operator's kernel by its tensors, and there are none.
+    # Two empty lists have no tensor by whose device PyTorch could choose the operator's kernel.
     return _ops.kernel_template(xs, ys) if xs or ys else []
 
 
@@ -47,7 +47,7 @@ def kernel_template_setup_context(ctx: Any, inputs: tuple[list[Tensor], list[Ten
 
 def kernel_template_backward(ctx: Any, grads: list[Tensor]) -> Gradients:
     needed = [(i, other) for i, other in enumerate(ctx.saved_tensors) if other is not None]
-    # All gradients are products, too: one call, and one launch.
+    # All gradients are products, too, so one call of the operator computes them.
     products = _ops.kernel_template([grads[i % len(grads)] for i, _ in needed], [other for _, other in needed])
     found = {i: product for (i, _), product in zip(needed, products, strict=True)}
     gradients = [found.get(i) for i in range(2 * len(grads))]
@@ -55,5 +55,5 @@ def kernel_template_backward(ctx: Any, grads: list[Tensor]) -> Gradients:
 
 
 def kernel_template_plain(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """The same in plain tensor operations, for forward-mode differentiation."""
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
     return [x * y for x, y in zip(xs, ys, strict=True)]

@@ -29,7 +29,7 @@ def bench(make, shape):
 
 
 def terms(call):
-    """Products: of two numbers that need no rounding, so that each is rounded once."""
+    """Bounds the rounding errors. Each result and each gradient is one product, which is rounded once."""
     sizes = of_absolute_values(SPEC.reference, call)
     return [Terms(size, 1) for size in sizes.outputs], {i: Terms(size, 1) for i, size in enumerate(sizes.gradients)}
 

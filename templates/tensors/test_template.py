@@ -1,4 +1,4 @@
-"""What only kernel_template promises. tests/battery tests what every op promises."""
+"""Tests properties that only kernel_template has. tests/battery tests those that every op must have."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import extension_cpp
 
 
 def test_known_values(device: str) -> None:
-    """Also of tensors without elements or dimensions, and the second derivative."""
+    """Values, first and second derivatives are exact, also for tensors without elements or dimensions."""
     values: list[Any] = [[2.0, -3.0], [], 0.5, [[4.0], [1.0]]]
     xs = [torch.tensor(x, device=device, requires_grad=True) for x in values]
     out = extension_cpp.kernel_template(xs, [x.detach() + 1 for x in xs])
@@ -28,7 +28,8 @@ def test_no_tensors_and_no_elements(device: str) -> None:
 
 
 def tensors_of(count: int, seed: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Sizes around that of a chunk, 4096, and others: empty, one, odd. Some begin at no multiple of 16 bytes."""
+    """Makes tensors of about 4096 elements, which is a chunk of the kernel, and of other sizes, 0 and 1 included. Some
+    do not begin at a multiple of 16 bytes."""
     sizes = [4096, 1, 0, 4097, 33, 8191, 12_288, 4095]
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(sizes[i % 8] + 1, generator=generator).to(device, dtype) for i in range(count)]
@@ -37,7 +38,7 @@ def tensors_of(count: int, seed: int, device: str, dtype: torch.dtype) -> list[t
 
 @pytest.mark.parametrize("count", [1, 99, 100, 101, 257])
 def test_a_result_does_not_depend_on_the_other_tensors(count: int, device: str) -> None:
-    """At the number of tensors that one launch takes, and beyond; with gradients, and each call once more."""
+    """Results and gradients are the products of two tensors alone, for up to 100 tensors (one launch) and for more."""
     for dtype in (torch.float32, torch.bfloat16):
         xs, ys = (tensors_of(count, seed, device, dtype) for seed in (0, 1))
         xs = [x.requires_grad_() for x in xs]
@@ -49,9 +50,9 @@ def test_a_result_does_not_depend_on_the_other_tensors(count: int, device: str) 
 
 
 def test_one_tensor_in_several_places(device: str) -> None:
-    """Its gradient is the sum of all, and tensors that require no grad have none."""
+    """The gradient of a tensor that is given several times is the sum over its places."""
     x, y = (torch.full((3,), value, device=device, requires_grad=True) for value in (2.0, 3.0))
     out = extension_cpp.kernel_template([x, x, y.detach()], [x, y, y.detach()])
-    assert [each.requires_grad for each in out] == [True] * 3  # as of every operator with one such input
+    assert [each.requires_grad for each in out] == [True] * 3  # autograd marks all results if one input requires grad
     grads = torch.autograd.grad([out[0].sum(), out[1].sum()], [x, y])
     assert [grad.tolist() for grad in grads] == [[7.0] * 3, [2.0] * 3]

@@ -1,20 +1,20 @@
 """PyTorch operators whose kernels are plain C (CPU) and CUDA C (GPU).
 
-Importing this package loads one shared library, which registers the operators under torch.ops; the functions below call
-them, with autograd and torch.compile.
+Importing this package loads one shared library, which registers the operators under torch.ops. The package's functions
+call these operators and support autograd and torch.compile.
 """
 
 import ctypes
 import sys
 from pathlib import Path
 
-__version__ = "0.1.0"  # _load adds what the library was built for, as in a wheel's name: 0.1.0+cpu, 0.1.0+cu130
+__version__ = "0.1.0"  # _load appends the library's CUDA version, as in the wheel's name: 0.1.0+cpu, 0.1.0+cu130
 
 LIBRARY = Path(__file__).with_name("libextension_cpp.so")
 
 
 def _load() -> str:
-    """Loads the library, and returns what it was built for."""
+    """Loads the library, and returns the version suffix that says what it was built for, such as +cu130."""
     import torch
 
     torch.ops.load_library(LIBRARY)
@@ -37,7 +37,7 @@ if sys.argv[:1] != ["-m"] or sys.orig_argv[-len(sys.argv)].removeprefix("-m") !=
         from .ops import *  # noqa: F403  # ops.__all__ lists the names
         from .registration import nested as nested
     except (OSError, AttributeError, RuntimeError) as error:
-        # torch wraps the linker's words, and raises the last two for an operator that is not in the library.
+        # torch wraps the linker's message. It raises AttributeError or RuntimeError if the library lacks an operator.
         raise ImportError(
             "extension_cpp's library is not built, does not fit this machine or is older than "
             f"its sources: {error.__cause__ or error}. In a checkout run: make build."

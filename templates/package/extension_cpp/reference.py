@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch, with the same signature. It documents the op, and its tests compare with it in float64."""
+"""Defines every op in plain PyTorch, with the op's signature. The tests compare the ops with these in float64."""
 
 from collections.abc import Sequence
 
