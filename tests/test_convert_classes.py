@@ -1,4 +1,5 @@
-"""Tests the classes that convert makes: code that looks for layers by class finds converted and unconverted ones."""
+"""Tests the classes that convert gives to modules. Code that finds layers by their class must find both converted and
+unconverted layers."""
 
 import abc
 import copy
@@ -28,7 +29,8 @@ NAME = "LlamaDecoderLayer"
 
 
 def by_hand(model: torch.nn.Module) -> type:
-    """Returns the class of the first module whose class is named NAME, as accelerate and peft look for it."""
+    """Returns the class of the model's first module whose class has the name NAME. accelerate and peft find a class by
+    its name in the same way."""
     return next(type(module) for module in model.modules() if type(module).__name__ == NAME)
 
 
@@ -38,7 +40,7 @@ def by_accelerate(model: torch.nn.Module) -> type:
 
 
 def by_peft(model: torch.nn.Module) -> type:
-    """Returns the class in the policy that peft makes for FSDP."""
+    """Returns the class named NAME that peft puts into its FSDP wrapping policy for the model."""
     other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
     _, policy = other.fsdp_auto_wrap_policy(model).keywords["policies"]
     return next(kind for kind in policy.keywords["transformer_layer_cls"] if kind.__name__ == NAME)
@@ -71,7 +73,8 @@ def test_layers_are_found_by_their_class(skip: Any, find: Callable[..., type], w
 
 
 def test_a_model_with_layers_left_alone() -> None:
-    """A model with some unconverted layers trains, and can be copied, saved, compiled and reverted."""
+    """A model of which `skip` leaves one layer unconverted has the right gradients, and can be copied, saved, compiled
+    and reverted."""
     stock = make("llama", torch.float32)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     model = copy.deepcopy(stock)
