@@ -210,7 +210,7 @@ def test_ways_to_call(call: str, loss: str, device: str) -> None:
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_tuples_hold_logits(configured: bool) -> None:
-    """With return_dict=False, a model with the linear loss still returns the logits. Without them, the other elements of
+    """With return_dict=False, a model with the linear loss still returns the logits. Without them, other elements of
     the returned tuple would have other positions."""
     stock = forward_with(lambda logits: logits, lambda logits: None)
     if configured:
