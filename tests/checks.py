@@ -17,8 +17,8 @@ from tests.opspec import COMPUTED, Make, OpSpec, Sample, as_tuple, leaves
 
 __all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # re-exports names of judge.py for the tests
 
-# Widths, in elements, of rows that are a multiple of 16 bytes and fit into one CTA. The norms have one or two GPU
-# kernels for each of these widths.
+# Row widths in elements, multiples of 16 bytes, for which one CTA holds a row. The norms have one or two kernels for
+# each.
 NORM_WIDTHS = (
     *(64, 256, 384, 512, 640, 768, 1000, 1024, 1280, 1536, 1800, 2048, 2304, 2560, 3072, 4096, 4608, 5120, 6144),
     *(7168, 8192, 9216, 10240, 11264, 12288, 13312, 14336, 15000, 16000, 16384),
@@ -31,8 +31,7 @@ LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels
 
 @dataclass(frozen=True)
 class Strides:
-    """A memory layout of tensors with up to len(order) dimensions. It may have gaps, an offset, and dimensions in any
-    order or expanded."""
+    """A memory layout of up to len(order) dimensions, in any order, with gaps, an offset and expanded dimensions."""
 
     order: tuple[int, ...]  # the dimensions in memory, the outermost first
     steps: tuple[int, ...]  # for each dimension, its stride divided by the extent of the dimensions inside it
@@ -87,8 +86,7 @@ DRAWN_ON_GPU = 1 << 20  # a GPU draws tensors of this size or more, as drawing t
 
 
 def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]], device: str) -> Tensor:
-    """Returns the next random normal tensor of the generator in float64. `shapes` lists the shapes of the generator's
-    earlier tensors and then the shape of this one."""
+    """Returns the generator's next normal tensor in float64. `shapes` lists the shapes drawn so far, this one last."""
     key = (generator.initial_seed(), *shapes)
     if device == "cuda" and math.prod(shapes[-1]) >= DRAWN_ON_GPU:
         on_gpu = torch.Generator(device).manual_seed(generator.initial_seed() + len(shapes))
@@ -130,8 +128,8 @@ def maker(
 
 
 def rows_for(device: str, rows: int, cols: int) -> int:
-    """Returns `rows` on a GPU, where the number of rows decides which kernel runs. On the CPU it returns fewer rows,
-    which still make a few blocks of work."""
+    """Returns `rows` on a GPU, where it decides which kernel runs. On the CPU, fewer rows make enough blocks of
+    work."""
     return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
 
 
@@ -149,8 +147,7 @@ def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | N
 
 
 def with_float_weights(sample: Sample) -> Sample:
-    """Returns a copy of the sample in which one-dimensional tensors, such as weights, are converted to float32. The
-    first argument keeps its dtype."""
+    """Returns a copy of the sample whose one-dimensional tensors, except for the first argument, are float32."""
 
     def one(x: Any) -> Any:
         weight = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 1
@@ -176,14 +173,12 @@ def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tens
 
 
 def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Expected:
-    """Returns the outputs and gradients that a call of the op should give if random_grad(grad_layout) makes the
-    gradients of its outputs."""
+    """Returns the right outputs and gradients of a call, if random_grad(grad_layout) makes the outputs' gradients."""
     return judge.expect(spec, sample, random_grad(grad_layout))
 
 
 def result_dtype(spec: OpSpec, sample: Sample, number: int) -> torch.dtype:
-    """Returns the expected dtype of the floating-point result with this number. Arguments that the op writes count as
-    results, and are numbered after the op's outputs."""
+    """Returns the right dtype of floating-point result `number`. Arguments that the op writes are the last results."""
     dtype, given = sample.args[0].dtype, dict(enumerate(spec.result_dtypes)).get(number)
     if isinstance(given, torch.dtype):
         return given
@@ -198,8 +193,7 @@ def check(
     limits: bool = False,
     expected: Expected | None = None,
 ) -> Result:
-    """Runs the op forward and backward, and asserts that all outputs and gradients are within their error bounds.
-    `expected` defaults to expect(spec, sample, grad_layout)."""
+    """Runs the op and asserts that all outputs and gradients are within their error bounds, those of `expected`."""
     dtype = sample.args[0].dtype
     ours = run(spec.function, sample, random_grad(grad_layout))
     expected = expected or expect(spec, sample, grad_layout)

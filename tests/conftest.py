@@ -1,7 +1,5 @@
-"""Defines pytest's options and the devices to test on, and poisons uninitialized memory.
-
-The poison makes a test fail if a kernel does not write an element of its result.
-"""
+"""Defines pytest's options and the devices, and poisons new memory, so that a test sees elements that no kernel
+wrote."""
 
 import atexit
 import ctypes
@@ -23,8 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# Keeps transformers from using Hugging Face's package `kernels`, whose hooks make models impossible to pickle. Tests of
-# `kernels` set this variable to 1 in a subprocess.
+# Disables Hugging Face's package `kernels`, whose hooks make models impossible to pickle. Its own tests enable it.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
 
 # Makes an empty Inductor cache for this run and its subprocesses. From the cache of an earlier run, Inductor would take
@@ -39,8 +36,7 @@ import pytest
 # fill_uninitialized_memory does not apply to the memory that the ops allocate. M_PERTURB takes the byte's complement.
 M_PERTURB, M_MMAP_MAX, M_TRIM_THRESHOLD = -6, -4, -1
 ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
-# Makes malloc take large blocks from the heap, too. By default it maps new pages for them, which the operating system
-# fills with zeros instead of 0x7f bytes.
+# Makes malloc take large blocks from the heap. By default it maps them, and the operating system fills them with zeros.
 ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
 ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -124,8 +120,7 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Undoes gc.freeze. Otherwise the garbage collection at exit would not free torch's modules, and Triton's binding
-    would report their objects as "leaks"."""
+    """Undoes gc.freeze. Otherwise torch's modules are not freed at exit, and Triton's binding reports "leaks"."""
     gc.unfreeze()
 
 

@@ -72,8 +72,8 @@ def _become(request: dict) -> None:
 
 
 def _end(request: dict) -> NoReturn:
-    """Runs the requested command and exits as the interpreter would, but does not destroy modules. Destroying modules
-    would take longer than the fork."""
+    """Runs the requested command and exits as the interpreter would, except that it saves the time to destroy
+    modules."""
     returned = 0
     try:
         _become(request)
@@ -84,8 +84,7 @@ def _end(request: dict) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         returned = 1
-    # At exit the interpreter waits for threads, by threading._shutdown, before it calls the functions of atexit. mypy
-    # does not know threading._shutdown.
+    # The interpreter, too, waits for threads before it calls the functions of atexit. mypy does not know _shutdown.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -42,8 +42,8 @@ def load_allocator(folder: str) -> ctypes.CDLL:
 
 
 def damaged_by(library: ctypes.CDLL, call: Callable[[], object]) -> int:
-    """Returns how many of the blocks that are freed during the call have damaged guard bytes. Blocks of tensors that
-    outlive the call are not checked."""
+    """Returns how many blocks freed during the call have damaged guard bytes. Tensors that outlive it are not
+    checked."""
     before = library.guarded_damaged()
     call()
     return int(library.guarded_damaged() - before)
@@ -56,8 +56,8 @@ def write_behind() -> None:
 
 
 def run_samples(spec: OpSpec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Runs the first SAMPLES samples of the op forward and backward. The samples are made here, so that their tensors
-    are freed when this function returns."""
+    """Runs some samples forward and backward. They are made here, so that this function's return frees their
+    tensors."""
     for sample in itertools.islice(spec.sample_inputs(maker("cuda", dtype), shape), SAMPLES):
         forward_and_backward(spec, sample)
 

@@ -43,8 +43,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", DECODER | {"sliding_window": 8}),
     "gpt2": ("GPT2", GPT2),
 }
-# Maps the names of Hugging Face's kernel layers to classes in extension_cpp/layers.py. transformers itself uses the
-# names up to rotary_pos_emb; name_layers sets the others.
+# Maps names of Hugging Face's kernel layers to classes of layers.py. transformers itself sets the names of the first
+# two lines.
 LAYERS = {"RMSNorm": "RMSNorm", "SiLU": "SiLU", "GeLU": "GeLU", "GeluTanh": "GeluTanh", "NewGELU": "GeluTanh"}
 LAYERS |= {"rotary_pos_emb": "RotaryPosEmb"}
 LAYERS |= {name: name for name in ("LayerNorm", "GemmaRMSNorm", "SwiGLUMLP", "GeGLUMLP")}
@@ -108,8 +108,7 @@ def with_layers(name: str, dtype: torch.dtype, device: str, variant: Path) -> nn
 def main() -> None:
     variant, device = Path(sys.argv[1]), sys.argv[2]
     cases = [(name, dtype, device) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
-    # The unchanged models run before the first kernelize, because kernelize replaces functions such as
-    # apply_rotary_pos_emb in the whole process.
+    # Runs before the first kernelize, which replaces functions such as apply_rotary_pos_emb in the whole process.
     stock = {case: step(make(*case)) for case in cases}
     # The same models in float64, whose results are the exact ones. Their parameters were rounded to the dtype before.
     exact = {case: step(make(*case).double()) for case in cases}

@@ -21,8 +21,8 @@ def steps_of(x: Tensor, dim: int, reverse: bool = False) -> list[Tensor]:
 
 
 def back(steps: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Returns a contiguous tensor with the time steps along dimension `dim`. In `steps` they are along dimension 0, in
-    the order of calculation."""
+    """Returns a contiguous tensor with time along `dim`. In `steps`, time is dimension 0, in the order of
+    calculation."""
     return (steps.flip(0) if reverse else steps).movedim(0, dim).contiguous()
 
 
@@ -93,8 +93,7 @@ class LogCumSumExp(torch.autograd.Function):
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Computes torch.logcumsumexp with another gradient. PyTorch's gradient takes logarithms of gradients, and so loses
-    digits."""
+    """Computes torch.logcumsumexp, but not by PyTorch's gradient, which loses digits in logarithms of gradients."""
     if x.numel() == 0 or x.dim() == 0:
         return x * 1
     return LogCumSumExp.apply(x, dim)

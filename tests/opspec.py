@@ -15,8 +15,7 @@ from torch import Tensor
 COMPUTED = "computed"  # in result_dtypes
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# The type of a function make(shape), which returns a tensor with the dtype, device, memory layout and requires_grad
-# that a test asks for.
+# The type of make(shape), which returns a tensor with the dtype, device, layout and requires_grad that a test asks for.
 Make = Callable[[Sequence[int]], Tensor]
 
 
@@ -90,8 +89,7 @@ def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Calla
 
 @dataclass(frozen=True)
 class Terms:
-    """Bounds the rounding errors of one output or gradient, by the sizes of the terms that each element is the sum
-    of."""
+    """Bounds the rounding errors of an output or gradient by the sizes of the terms that add up to each element."""
 
     size: Tensor  # the sum of the terms' absolute values; broadcasts to the shape of the result
     c: float = 4.0  # how often a term and the partial sums that contain it are rounded
@@ -123,8 +121,7 @@ class Call:
 
     @property
     def least(self) -> float:
-        """Returns the smallest normal number of the dtype in which the op computes. For half types, exponentials and
-        products below this number may become 0."""
+        """Returns the smallest normal number of the computation. For half types, smaller exponentials may become 0."""
         return torch.finfo(self.computed).smallest_normal
 
     @property
@@ -150,8 +147,7 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class Bench:
-    """The call of an op to time, and the number of elements that the op moves at least, if it reads each element of the
-    inputs and writes each element of the outputs once."""
+    """A call to time, and the least number of elements that it moves: each one of its inputs and outputs once."""
 
     sample: Callable[[Make, Sequence[int]], Sample]
     forward: float  # least number of elements that forward reads and writes, per element of the shape
@@ -194,26 +190,23 @@ class OpSpec:
     greatest_rank: int | None = None
     second_order: bool = True
     differentiable: bool = True  # if False, no argument gets a gradient, and no tensor of a sample requires grad
-    # The names of the arguments that are lists of tensors. In the samples, and as arguments of `function` and
-    # `reference`, each tensor of a list `xs` becomes a separate argument, named "xs[0]" or "xs[1]". All lists in
-    # samples have two tensors.
+    # The names of the arguments that are lists of tensors. In samples, `function` and `reference`, each tensor of a
+    # list `xs` is a separate argument, "xs[0]" or "xs[1]". All lists in samples have two tensors.
     lists: tuple[str, ...] = ()
     unknown_sizes: bool = False  # the shape of a result depends on values of the inputs
     # The names of the arguments that the op writes. `function` and `reference` are wrapped to run on copies of these
     # arguments and to return the copies as further results. `in_place` is the function without this wrapper.
     mutates: tuple[str, ...] = ()
     in_place: Callable[..., Any] | None = None
-    # The numbers of the floating-point outputs that must equal the reference rounded to their dtype. Integer outputs
-    # must always equal the reference.
+    # The numbers of the floating-point outputs that must equal the rounded reference, as integer outputs always must.
     exact: tuple[int, ...] = ()
     # The dtypes of the floating-point results. None means the dtype of the op's first argument. COMPUTED means float32
     # if this is a half type, and otherwise this dtype.
     result_dtypes: tuple[torch.dtype | str | None, ...] = ()
-    # The reference written in elementary operations, for an op whose `reference` calls an operator of PyTorch that is
-    # wrong under torch.func's transforms.
+    # The reference in elementary operations, if `reference` calls an operator that is wrong under torch.func's
+    # transforms.
     in_steps: Callable[..., Any] | None = None
-    # The reference with handwritten first gradients, for an op whose `reference` has loops that take too long under
-    # autograd.
+    # The reference with handwritten first gradients, if loops in `reference` take too long under autograd.
     by_hand: Callable[..., Any] | None = None
     positional: bool = False  # a result depends on the element's index, as a random mask does
     # terms(call) returns the Terms of each output and, by argument index, those of each gradient. If None,
@@ -224,8 +217,7 @@ class OpSpec:
     from_saved: Callable[[Call], tuple[tuple[Tensor, ...], list[Tensor]]] | None = None
     # How many of the errors that test_judge.py plants in results are below the error bound. The op's spec says why.
     unseen: int = 0
-    # Whether the op may return NaN where the reference's loop gives an infinity. The op may combine partial results in
-    # another order than the loop, and so compute inf * 0 or inf - inf.
+    # If True, the op may return NaN where the reference returns an infinity, because it adds in another order.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
     has_products: bool = False  # the op calls PyTorch's matrix products, is not timed, and its launches are not counted
@@ -233,8 +225,7 @@ class OpSpec:
     float_weights: bool = False  # one-dimensional inputs may be float32 where the others are of a half type
     # Further benchmarks of the op, by name. In their samples no result depends on a random mask.
     variants: dict[str, Bench] = field(default_factory=dict, hash=False)
-    # Required if the op has two or more options. An optional tensor counts as an option, and so does a shape that
-    # broadcasts.
+    # Required if the op has two or more options. An optional tensor is an option, and so is a shape that broadcasts.
     options: Options | None = field(default=None, hash=False)
     names: tuple[str, ...] = ()  # the arguments' names, which __post_init__ finds
 

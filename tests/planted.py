@@ -37,8 +37,7 @@ def planted_text(root: Path, error: Planted) -> str:
 
 
 def copy_checkout(to: Path) -> None:
-    """Copies the files that git does not ignore, the library and the build folders. The copies keep the modification
-    times, which ninja compares."""
+    """Copies the files that git does not ignore, the library and the builds, with their times, which ninja compares."""
     git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(git, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
     for name in (*names, f"extension_cpp/{build_library.LIBRARY}"):
@@ -67,8 +66,7 @@ def failing_test(root: Path, output: str) -> str:
 
 
 def judge(root: Path, unchanged: Path, tests: list[str], timeout: float) -> tuple[str, str]:
-    """Runs the tests in `root`, in which an error is planted and built. Returns the verdict on the error, and the name
-    of the test that decided the verdict."""
+    """Runs the tests in `root`, where an error is planted. Returns the verdict on it and the test that decided it."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-v", "--color=no", "--cache-clear"]
     foreign: list[str] = []
     while len(foreign) < FOREIGN:
@@ -90,8 +88,7 @@ def judge(root: Path, unchanged: Path, tests: list[str], timeout: float) -> tupl
 
 
 def measure(error: Planted, built: Path, unchanged: Path, everything: bool, timeout: float) -> tuple[str, str]:
-    """Plants one error in a copy of the checkout `built`, and returns the verdict of `judge`. A test that fails in this
-    copy is run again in the checkout `unchanged`."""
+    """Plants an error in a copy of `built` and returns the verdict of `judge`, which repeats tests in `unchanged`."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name, "tree")
         shutil.copytree(built, root)

@@ -33,9 +33,9 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, ...]:
     return _of_logistic(x, C * x + D * x**3, C + 3 * D * x * x, 6 * D * x)
 
 
-# For each op: the op, a function that returns its exact value and derivatives in float64, and a bound of the relative
-# error in units of eps, where the exact value is not near 0. The bound counts the roundings of the formula. gelu_tanh
-# also rounds u three times, and exp(u) has |u| <= 103 times the relative error of u.
+# For each op: the op, its exact value and derivatives in float64, and a bound of its relative error in eps, which
+# counts the formula's roundings. gelu_tanh also rounds u three times, and exp(u) has |u| <= 103 times u's relative
+# error.
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, ...]], float]] = {
     "silu": (extension_cpp.silu, _silu, 8),
     "gelu": (extension_cpp.gelu, _gelu, 12),
@@ -68,9 +68,8 @@ def test_both_tails(name: str, dtype: torch.dtype, device: str) -> None:
     terms = torch.exp(-at.abs() if name == "silu" else -at * at / 2) * (1 + at * at)
     for order, (got, want) in enumerate(zip(derivatives(function, x), exact(at), strict=True)):
         scale = want.abs() + (terms if order and dtype is torch.float32 else 0.25 * terms if order else 0)
-        # The errors of subnormal numbers are absolute. A subnormal factor is multiplied by |x| <= 110, and so is its
-        # error. For half types, exp2 on a GPU returns 0 instead of a number below 2^-126. In gelu's density, this error
-        # is multiplied by |x| <= 13.3.
+        # A subnormal factor has an absolute error, which |x| <= 110 multiplies. For half types, a GPU's exp2 returns 0
+        # below 2^-126, also in gelu's density, whose error |x| <= 13.3 multiplies.
         flushed = 2.0**-125 if dtype is torch.float32 else 2.0**-123
         bound = units * eps * scale + (eps * smallest if dtype is not torch.float32 else 2.0**-149) * 128 + flushed
         worst = ((got.double() - want).abs() / bound).max().item()
@@ -80,15 +79,13 @@ def test_both_tails(name: str, dtype: torch.dtype, device: str) -> None:
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_small_results_keep_their_digits(name: str, dtype: torch.dtype, device: str) -> None:
-    """Where results are near float32's subnormal numbers, the error is at most 1/64 of the result plus `tiny`, which is
-    of the size of subnormal numbers."""
+    """Near float32's subnormal numbers, the error is at most 1/64 of the result plus the size of a subnormal number."""
     function, exact, _ = FUNCTIONS[name]
     x = torch.linspace(-100, -85, 301) if name == "silu" else torch.linspace(-13, -9, 301)
     x = x.to(dtype).to(device)
     for got, want in zip(derivatives(function, x), exact(x.double()), strict=True):
         tiny = 2.0**-133 if dtype is torch.bfloat16 else 2.0**-142
-        # The second derivative of gelu_tanh multiplies the derivative of the sigmoid, whose error is that of a
-        # subnormal number here, by x u'^2 <= 2^13.
+        # gelu_tanh's second derivative multiplies a subnormal derivative of the sigmoid by x u'^2 <= 2^13.
         tiny = max(tiny, 2.0**-136) if name == "gelu_tanh" else tiny
         # On the GPU, gelu in bfloat16 is 0 where exp(-x^2 / 2) is subnormal in float32.
         tiny = 2.0**-126 if device == "cuda" and dtype is torch.bfloat16 and name == "gelu" else tiny
@@ -98,8 +95,7 @@ def test_small_results_keep_their_digits(name: str, dtype: torch.dtype, device: 
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_beyond_the_tails(name: str, dtype: torch.dtype, device: str) -> None:
-    """For large |x|, value and derivatives equal their limits. The value's limit is x for positive x and 0 for negative
-    x. The first derivative's limit is 1 or 0, and the second's is 0."""
+    """For large |x|, the value is its limit x or 0, the first derivative its limit 1 or 0, and the second one 0."""
     function, _, _ = FUNCTIONS[name]
     x = torch.tensor([200.0, 1e4, 1e19, 1e30, 3e38], dtype=dtype, device=device)
     for sign, limits in ((1, (x, 1, 0)), (-1, (0, 0, 0))):

@@ -46,9 +46,8 @@ def called(function: Any, sample: Sample) -> list[Tensor] | str:
 
 
 def same(ours: list[Tensor] | str, by_hand: list[Tensor] | str, float_loss: bool) -> bool:
-    """Returns whether the call under autocast and the call with tensors cast by hand gave the same bits or the same
-    error message. With `float_loss`, the loss of the first call must be float32 or float64, and is compared after
-    rounding to the dtype of the second call's loss."""
+    """Returns whether the calls with autocast and with casts by hand gave the same bits or the same error. `float_loss`
+    allows that only the first call has a float32 loss, which is then rounded before the comparison."""
     if isinstance(ours, str) or isinstance(by_hand, str):
         return ours == by_hand
     if float_loss and ours[0].dtype is torch.promote_types(by_hand[0].dtype, torch.float32):

@@ -131,8 +131,8 @@ def test_other_schemas_are_refused(schema) -> None:
 
 
 def test_lists_in_torchs_own_registration() -> None:
-    """With torch.library.register_autograd, an operator on a list of tensors fails under torch.func.grad and vmap, and
-    has zero tangents in forward mode, as docs/registration.md says."""
+    """In PyTorch's register_autograd, a list has no torch.func.grad, no vmap and zero tangents
+    (docs/registration.md)."""
     op = "autograd_test::total_of_list"
     library.define("total_of_list(Tensor[] xs) -> Tensor")
     library.impl("total_of_list", lambda xs: torch.stack(xs).sum(0), "CPU")
@@ -181,8 +181,7 @@ register_autograd(
 
 
 def test_lists() -> None:
-    """With this package's register_autograd, an operator on a list of tensors has gradients of every order, and works
-    in forward mode, under torch.func's transforms and in torch.compile."""
+    """An operator on a list of tensors has gradients of every order, and works in torch.func and torch.compile."""
     op = torch.ops.autograd_test.scale_all
     x, y, by = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (4,), ()))
 
@@ -220,8 +219,7 @@ def test_outputs_and_the_name_of_the_node(tensors) -> None:
 
 
 def test_saved_tensors_are_guarded(tensors) -> None:
-    """backward raises an error if a saved tensor was changed in place, or if an earlier backward freed the saved
-    tensors."""
+    """backward raises an error after a saved tensor was changed in place, and after a backward that freed it."""
     x = tensors[0]
     y = layer_norm(*tensors)
     with torch.no_grad():
@@ -292,8 +290,7 @@ def test_forward_mode_without_a_plain_form_raises() -> None:
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_dual_tensors(gradients, tensors) -> None:
-    """Forward mode by dual tensors works with and without no_grad. A call without dual tensors inside dual_level gives
-    the usual result. muladd raises an error for a dual tensor together with out=."""
+    """Forward mode by dual tensors works with and without no_grad. Calls without dual tensors give the usual result."""
     x, weight, bias = (tensor.detach() for tensor in tensors)
     with torch.set_grad_enabled(gradients), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x.cos())
@@ -343,9 +340,8 @@ def test_functions_fill_in_defaults() -> None:
 
 
 def test_what_autograd_knows_has_overloads() -> None:
-    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. If the no-grad overload
-    does not return the results that only backward reads, the operator has a further overload that returns all
-    results."""
+    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. If it does not return the
+    results that only backward reads, there is a second overload with all results."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")}
     bare = {name for name in names if name == without_suffix(name)}
@@ -420,8 +416,7 @@ def test_vmap_over_nothing() -> None:
 
 
 def compiled_graphs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], dict[str, list[str]]]:
-    """Returns the compiled function, and lists that compilation fills with the names of this package's operators in the
-    forward and backward graphs."""
+    """Returns the compiled function and, filled in later, the names of this package's operators in its graphs."""
     graphs: dict[str, list[str]] = {"forward": [], "backward": []}
 
     def keep(which: str) -> Callable[..., Any]:
@@ -452,8 +447,7 @@ def test_compiled_graphs_have_no_grad_overloads_where_nothing_is_recorded(tensor
 
 
 def test_many_gradients_at_once(tensors) -> None:
-    """One backward pass with is_grads_batched, which runs under vmap, gives the same gradients as one backward pass for
-    each grad_out."""
+    """A backward with is_grads_batched, which runs under vmap, gives the gradients of one backward per grad_out."""
     y = layer_norm(*tensors)
     many = torch.randn(3, *y.shape, dtype=y.dtype, device=y.device)
     at_once = torch.autograd.grad(y, tensors, many, retain_graph=True, is_grads_batched=True)
@@ -479,8 +473,7 @@ def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -
 
 
 def test_no_grad_inside_a_transform(tensors) -> None:
-    """If a function computes a factor under no_grad, torch.func.grad of the function treats the factor as a constant.
-    So do two nested calls of torch.func.grad."""
+    """torch.func.grad, once or nested, treats a factor that the function computed under no_grad as a constant."""
     x = tensors[0].detach()
 
     def function(x: Tensor) -> Tensor:
@@ -538,9 +531,8 @@ def test_importing_again_and_reloading() -> None:
 
 
 def test_forward_mode_under_vmap_calls_no_operator(device: str) -> None:
-    """Forward mode under vmap works for a batch of size 0. Forward mode otherwise calls the operator to check the
-    arguments, but must not do so under vmap. vmap calls an operator without a batching rule once per batch element, and
-    raises an error if the batch has none."""
+    """Forward mode under vmap works for a batch of size 0. It must not call the operator to check the arguments: vmap
+    calls an operator without a batching rule once per batch element, and raises an error if there is none."""
     x = torch.randn(0, 4, device=device)
     tangents = torch.func.vmap(lambda x: torch.func.jvp(extension_cpp.relu, (x,), (torch.ones_like(x),))[1])(x)
     assert tangents.shape == x.shape

@@ -50,8 +50,7 @@ def test_the_model_of_the_host_has_all_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", models.SHAPES)
 def test_only_biases_of_keys_have_no_gradient(name: str) -> None:
-    """In float64, only the biases of attention keys have gradients of 0, apart from rounding errors. The benchmark
-    judges the gradients of all other parameters."""
+    """In float64, only the biases of attention keys have zero gradients. All other gradients are judged."""
     stock, inputs = models.make(models.SMALL[name], "cpu")
     judged = models.exact_gradients(stock, inputs)
     stock.double().eval()
@@ -65,8 +64,7 @@ def test_only_biases_of_keys_have_no_gradient(name: str) -> None:
 
 
 def test_the_time_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kernel_seconds adds up the times of GPU kernels only. It leaves out the host's events, and annotations on the
-    GPU, whose times contain those of kernels."""
+    """kernel_seconds adds up times of GPU kernels, without host events and annotations, which contain kernels."""
     cuda, cpu = models.DeviceType.CUDA, models.DeviceType.CPU
     rows = [(cuda, 3.0, False), (cuda, 4.0, False), (cuda, 50.0, True), (cpu, 600.0, False)]
     keys = ("device_type", "self_device_time_total", "is_user_annotation")
@@ -83,8 +81,7 @@ def test_the_time_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contenders_share_their_weights(device: str) -> None:
-    """All timed models (contenders) share one set of weights. Those whose names end in "no mask" call attention with
-    is_causal, and the others with a mask that transformers makes."""
+    """All timed models share their weights. Only those named "no mask" call attention with is_causal and no mask."""
     stock, inputs = models.make(models.SMALL["llama-3.2-1b"], device)
     names = [name for name in models.CONTENDERS if not name.startswith("liger")]
     contenders, changed = models.contenders_of(stock, inputs, names)
@@ -99,8 +96,7 @@ def test_contenders_share_their_weights(device: str) -> None:
 
 
 def test_what_liger_replaces_is_there_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions that Liger replaces in transformers' modules are replaced only while Liger's model runs. The test
-    uses an imitation of Liger."""
+    """Functions that Liger replaces in transformers, here by an imitation, are replaced only while its model runs."""
     stock, inputs = models.make(models.SMALL["llama-3.2-1b"], "cpu")
     module = sys.modules[type(stock).__module__]
     rotate, seen = module.apply_rotary_pos_emb, []
@@ -157,8 +153,7 @@ def test_without_a_mask() -> None:
     assert attention_calls(models.without_mask(stock)) == [(None, True)] * 2
 
 
-# Functions by which a wrong model changes one parameter's gradient. For None, the model has constant logits instead, by
-# which all gradients are wrong.
+# Functions by which a wrong model changes one parameter's gradient. For None, its logits are constant instead.
 PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor | None] | None] = {
     "constant logits": None,
     "zeros": torch.zeros_like,
@@ -180,8 +175,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("planted", PLANTED)
 def test_another_model_is_refused(planted: str, name: str) -> None:
-    """The benchmark reports a model with a wrong gradient, even if the model's first loss is within 5 % of the right
-    loss."""
+    """A model with a wrong gradient is reported, even if its first loss is within 5 % of the right loss."""
     stock, inputs = models.make(models.SMALL[WRONG[name]], "cpu")
     weight, change, losses = dict(stock.named_parameters())[name], PLANTED[planted], []
 

@@ -38,8 +38,7 @@ TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtyp
 
 @pytest.fixture
 def bench(tmp_path: Path, device: str):
-    """Returns a function that runs the benchmarks with the given arguments. Each run adds to the same results file,
-    whose content the function returns."""
+    """Returns a function that runs the benchmarks and returns the results file, to which each run adds."""
     path = tmp_path / "deep" / "figures.json"
 
     def call(*words: str) -> dict:
@@ -78,8 +77,7 @@ def test_a_row_has_its_figures(bench, device) -> None:
 
 
 def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
-    """With the dtype "bfloat16+float32", the tensors are bfloat16 and the norms' weights float32. The results get no
-    row for relu in this dtype, because relu has no weights."""
+    """The dtype "bfloat16+float32" means bfloat16 tensors and float32 weights. relu has no weights and gets no row."""
     seen = set()
 
     def layer_norm(x, normalized_shape, weight, bias):
@@ -94,8 +92,7 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
 
 
 def test_eager_takes_them_in_float32_on_a_gpu() -> None:
-    """For the dtype "bfloat16+float32" on a GPU, PyTorch's layer_norm is called with all tensors in float32, because it
-    raises an error for weights of another dtype than x."""
+    """On a GPU, PyTorch's layer_norm raises an error if x and weight differ in dtype, and gets float32 tensors."""
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
     case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
 
@@ -168,8 +165,7 @@ def test_a_file_of_other_settings_is_refused(bench) -> None:
 
 
 def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
-    """On the CPU, the results have separate rows for each number of threads. On a GPU, rows have no number of
-    threads."""
+    """The results have separate rows for each number of threads on the CPU, and no number of threads on a GPU."""
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
     on_cpu = device == "cpu"
     on_threads = ["--threads", "1", "2"] if on_cpu else []
@@ -184,8 +180,7 @@ def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
 
 
 def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device) -> None:
-    """The functions to time are compiled with their row's number of threads, because Inductor puts this number into its
-    code and its cache key."""
+    """Functions are compiled with their row's number of threads, which is a part of Inductor's code and cache key."""
     if device == "cuda":
         pytest.skip("threads are the CPU's")
     prepare, seen = run.prepare, []
@@ -247,8 +242,7 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> None:
-    """An implementation that draws its own dropout mask is judged with dropout off. An error of 1 % is then
-    detected."""
+    """An implementation that draws its own mask is judged without dropout, so that an error of 1 % is detected."""
     (row,) = bench("--op", name, "--pass", "forward")["rows"]
     assert "eager" in row["seconds"] and "failed" not in row
     contenders = run.contenders
@@ -307,8 +301,7 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     low, time, high = (1e6 * found["rows"][0]["seconds"][figure] for figure in ("low", "median", "high"))
     assert f"{time:.1f} ({low:.1f} to {high:.1f})" in printed
     assert f"| native | torch.nn.functional.layer_norm | {time:.1f} |" in table(path)
-    # The package's own autograd registration is active whenever the benchmark is about to measure the plain one
-    # (torch.library.register_autograd), and also at the end.
+    # The package's own autograd registration is active before each measurement of PyTorch's, and at the end.
     assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
     with registered_plainly("layer_norm"):
         assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
@@ -379,8 +372,8 @@ def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
 
 
 def made_up() -> dict:
-    """Returns the content of a results file with invented times. It has rows of the sizes "large" for two widths, one
-    of them also for one thread, and of the sizes "sweep" for three numbers of rows."""
+    """Returns invented results: "large" ones of two widths, one also on one thread, and "sweep" ones of three
+    heights."""
     rows = []
     shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
     shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
@@ -507,8 +500,7 @@ def test_a_file_that_is_none(tmp_path, text, message) -> None:
 
 
 def test_shapes_of_the_norms(tmp_path: Path, monkeypatch, capsys) -> None:
-    """benchmarks/norm_plans.py times each kernel shape that fits a row width with only this shape allowed. Afterwards
-    all shapes are allowed again."""
+    """norm_plans times each kernel shape that fits a width with only this shape allowed, and then allows all again."""
     allowed = []
     allow = norm_plans.allow
 

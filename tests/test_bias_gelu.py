@@ -33,8 +33,7 @@ def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None
 
 @both
 def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, device: str) -> None:
-    """The bias gradient is summed in float32 and rounded to bfloat16 once. Its error would be much larger if the terms
-    or partial sums were rounded to bfloat16."""
+    """The bias gradient is summed in float32 and rounded once. bfloat16 terms or sums would have larger errors."""
     torch.manual_seed(0)
     x, bias = torch.randn(4096, 65, device=device).bfloat16(), torch.randn(65, device=device).bfloat16()
     leaf = bias.clone().requires_grad_()
@@ -42,8 +41,8 @@ def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, d
     exact = bias.double().requires_grad_()
     y = torch.nn.functional.gelu(x.double() + exact, approximate=approximate)
     (expected,) = torch.autograd.grad(y.sum(), exact)
-    # The bound is one rounding to bfloat16 plus the errors of 4096 terms, each of which is at most 1.2 and has a
-    # relative error below 2^-15.
+    # The bound is one bfloat16 rounding plus the errors of 4096 terms of at most 1.2, each with a relative error of
+    # 2^-15.
     assert ((ours.double() - expected).abs() <= expected.abs() * 2.0**-8 + 4096 * 1.2 * 2.0**-15).all()
 
 

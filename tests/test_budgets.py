@@ -29,8 +29,7 @@ build libextension_cpp.so: link relu/relu_cuda.cu.o
 
 @pytest.fixture
 def architecture() -> str:
-    """Returns cuobjdump's name of the one GPU architecture that the library is built for. Skips the test if the library
-    is built for none or for several."""
+    """Returns cuobjdump's name of the library's GPU architecture. Skips the test unless there is exactly one."""
     build = info.read_build()
     assert build is not None
     if build.cuda is None:
@@ -60,9 +59,8 @@ def output(*command: object) -> str:
 
 
 def test_host_code_names_kernels_that_exist():
-    """Every kernel that host code launches exists in the library's GPU code. The host compiler and nvcc may derive
-    different types for a template argument, for example by decltype of a captured variable. The launch then fails with
-    "invalid resource handle"."""
+    """Every kernel that host code launches exists in GPU code. If host compiler and nvcc derive different types for a
+    template argument, for example by decltype, the launch fails with "invalid resource handle"."""
     build, tool = info.read_build(), resources.find_cuobjdump()
     if build is None or build.cuda is None:
         pytest.skip("the library was built without CUDA")

@@ -1,5 +1,5 @@
-"""Tests the build: the environment variables that it reads, which files it compiles after a change, error messages for
-wrong settings, and wheels."""
+"""Tests the build: the environment variables it reads, what it compiles after a change, its error messages, and
+wheels."""
 
 import ast
 import contextlib
@@ -97,8 +97,7 @@ def machine_with(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("output, built", [("8.6\n9.0\n8.6\n", ["8.6", "9.0"]), ("", None), ("[N/A]\n", None)])
 def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machine_with, monkeypatch):
-    """With the architecture "native", the library is built for this machine's GPUs. Without a GPU, it is built with
-    CUDA only if USE_CUDA=1 or an architecture asks for it."""
+    """The architecture "native" means this machine's GPUs. Without a GPU, CUDA is built only on request."""
     machine_with(output)
     monkeypatch.setenv("NVCC", nvcc[0])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
@@ -116,8 +115,8 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
 
 
 def test_cuda_home_is_the_toolkit_that_is_taken(nvcc, tmp_path, monkeypatch):
-    """The build takes nvcc from the toolkit in CUDA_HOME, whose path may contain a space. The variable NVCC takes
-    precedence over CUDA_HOME, unless NVCC is blank."""
+    """The build takes nvcc from CUDA_HOME, whose path may contain a space, unless the variable NVCC names another
+    one."""
     (tmp_path / "a toolkit" / "bin").mkdir(parents=True)
     inside = shutil.copy(nvcc[0], tmp_path / "a toolkit" / "bin")
     monkeypatch.setenv("CUDA_HOME", "a toolkit")
@@ -210,8 +209,7 @@ def small_tree(tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def touched(path: Path) -> Iterator[None]:
-    """Inside the with block, makes the file newer than every built object, even on file systems with coarse timestamps.
-    Afterwards the file has its old timestamp."""
+    """Inside the with block, makes the file newer than every object, even on file systems with coarse timestamps."""
     before = path.stat().st_mtime_ns
     root = next(folder for folder in path.parents if (folder / "build").is_dir())
     later = max(file.stat().st_mtime_ns for file in root.rglob("*") if file.is_file()) + 10**9
@@ -222,8 +220,8 @@ def touched(path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def builds(monkeypatch, tmp_path) -> list[list[str]]:
-    """Replaces ninja by a function that records its command and writes a library, and returns the list of commands.
-    Each library has other bytes than the one before."""
+    """Replaces ninja and returns its recorded commands. Each one writes a library with other bytes than the one
+    before."""
     commands: list[list[str]] = []
 
     def ninja(command: list[str], **_) -> subprocess.CompletedProcess:
@@ -292,9 +290,8 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
 
 
 def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
-    """Two builds give wheels with the same bytes, even if their folders have different names and their source files
-    different dates and modes. The wheel does not contain torch's path, although error messages in PyTorch's headers
-    contain the header's path."""
+    """Two builds give wheels of the same bytes, even if names of folders and dates and modes of files differ. A wheel
+    does not contain torch's path, although error messages in PyTorch's headers contain the header's path."""
     wheels = []
     for number, tree in enumerate([small_tree, build_small_tree(tmp_path / "elsewhere")]):
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "check_environment.py"):
@@ -323,8 +320,7 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
 
 
 def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
-    """A library that is linked for an older glibc requires neither this machine's glibc version nor its C++ library.
-    Its C++ exceptions still become Python exceptions."""
+    """A library linked for an older glibc needs no newer glibc or C++ library. Its errors still reach Python."""
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip("ziglang, which links for older systems, is not installed")
     shutil.copytree(small_tree, tmp_path / "old")  # with the objects, because only linking depends on the glibc
@@ -364,8 +360,7 @@ def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("answer, name", [("x86_64-alpine-linux-musl", "x86_64"), ("powerpc64le-linux-gnu", "ppc64le")])
 def test_the_compiler_names_the_processor(answer, name, tmp_path, monkeypatch):
-    """build_library.machine() derives the processor's name from the compiler's target, also if the compiler runs
-    through ccache. The name is the one that platform.machine() returns on that processor."""
+    """machine() derives platform.machine()'s name of the processor from the compiler's target, even behind ccache."""
     script(tmp_path / "gcc", f"echo {answer}\n")
     script(tmp_path / "ccache", '"$@"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -374,8 +369,7 @@ def test_the_compiler_names_the_processor(answer, name, tmp_path, monkeypatch):
 
 
 def test_what_is_built_is_not_built_again(small_tree, tmp_path):
-    """A second build does not replace the library file. In a copy of the sources and build folder, nothing is compiled
-    again."""
+    """A second build leaves the library file alone. A copy of sources and build folder compiles nothing again."""
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
     build_tree(small_tree)
@@ -400,8 +394,8 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     [("shims.h", "shim/op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu/block.h", "/usr/")],
 )
 def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
-    """A precompiled header is rebuilt if any header that it includes changes, even one of torch or of the system. The
-    compiler would use an outdated precompiled header without a warning."""
+    """A precompiled header is rebuilt if any included header changes. The compiler would use an outdated one
+    silently."""
     folder = small_tree / "build" / "release-cpu"
     listed = run(sys.executable, "-m", "ninja", "-C", folder, "-t", "deps", f"{rule}.gch").stdout
     assert f"common/{header}" in listed and others in listed
@@ -410,8 +404,7 @@ def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others,
 
 
 def test_an_op_includes_no_other_op():
-    """The code of an op includes no header of another op. Shared code is in common/, rows/ and activation/, which do
-    not include headers of ops."""
+    """An op includes no header of another op. Shared code is in common/, rows/ and activation/, which include no op."""
     shared = {"common", "rows", "activation"}
     allowed = {"common": set(), "rows": {"common"}, "activation": {"common"}}
     for path in sorted(build_library.CSRC.rglob("*.*")):
@@ -421,8 +414,7 @@ def test_an_op_includes_no_other_op():
 
 
 def test_each_shim_has_a_namespace_of_its_own():
-    """Each shim, the .cpp file of an op, has a namespace of its own. Otherwise names could collide, because several
-    shims are compiled as one file."""
+    """Each op's .cpp file has a namespace of its own, because several of these files are compiled as one."""
     for path in [*build_library.CSRC.glob("*/*.cpp"), *ROOT.glob("templates/*/kernel_template/*.cpp")]:
         if path.parent.name != "rows":  # rows/ has no op: its functions are called through ctypes
             assert f"\nnamespace extension_cpp::{path.parent.name} {{\n" in path.read_text(), path
@@ -430,9 +422,7 @@ def test_each_shim_has_a_namespace_of_its_own():
 
 @pytest.mark.parametrize("size", [1, 10_000, 10**9])
 def test_each_source_is_compiled_once(size, tmp_path, monkeypatch):
-    """Each C++ source is compiled exactly once, whether alone, in a file with some others, or in a file with all
-    others.
-    """
+    """Each C++ source is compiled exactly once: alone, together with some others, or together with all others."""
     monkeypatch.setenv("USE_CUDA", "0")
     monkeypatch.setattr(build_library, "TOGETHER", size)
     build_library.write_ninja(tmp_path)
@@ -453,8 +443,7 @@ def test_a_large_folder_has_a_map_of_its_files(op):
 
 
 def test_gpu_code_has_no_namespace_without_a_name():
-    """GPU code has no anonymous namespace, because nvcc puts the file's date into the symbol names of such a namespace.
-    Two builds would then differ."""
+    """GPU code has no anonymous namespace, into whose symbol names nvcc puts a date, so that builds would differ."""
     for path in build_library.CSRC.rglob("*.cu*"):
         assert not re.search(r"\bnamespace \{", path.read_text()), path
 
@@ -535,8 +524,7 @@ def test_the_tag_of_a_wheel_is_the_oldest_manylinux_that_has_all(symbols, manyli
 
 
 def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatch):
-    """To build the wheel, setup.py downloads torch without torch's dependencies. These are gigabytes, and the build
-    uses none of their headers."""
+    """To build the wheel, setup.py downloads torch without its dependencies, gigabytes of which it uses no header."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -554,8 +542,8 @@ def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("file", ["check_environment.py", "build_library.py", "extension_cpp/__init__.py"])
 def test_old_python_gets_a_sentence(file):
-    """A file run by a Python version that is too old prints an error message. The file must parse with the old grammar
-    and check the version."""
+    """A Python that is too old prints an error message. The file must parse with the old grammar and check the
+    version."""
     ast.parse((ROOT / file).read_text(), feature_version=(3, 6) if file.startswith("check") else (3, 8))
     pretend = (
         "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; sys.path.insert(0, sys.argv[1]); "
@@ -603,8 +591,7 @@ def test_make_says_what_is_missing(checkout, words, sentence):
 
 @pytest.mark.parametrize("fault", ["another user's", "another folder's"])
 def test_make_leaves_a_venv_that_it_cannot_use(checkout, fault):
-    """If .venv was made in another folder, as in a copied checkout, or by another user, make reports an error. It
-    neither uses nor deletes this .venv."""
+    """make reports an error for a .venv that was made in another folder or by another user, and does not delete it."""
     site = checkout / ".venv" / "lib" / "python3" / "site-packages"
     site.mkdir(parents=True)
     script(checkout / "python3", f'exec {sys.executable} "$@"\n')

@@ -72,13 +72,11 @@ TESTS = [
 ]
 # The folder of object files, from which later runs take those whose sources have not changed.
 COMPILED = build_library.ROOT / "build" / "tests-c"
-# The tests in SWEEPS take every 599th float32 value in the plain build and every 4999th in the sanitized build. The
-# sanitized build is slower, and its purpose is to find wrong memory accesses and not rounding errors. With a step above
-# 1000, the other tests leave out large tensors.
+# The tests in SWEEPS take every 599th float32 value, and every 4999th in the slower sanitized build, which looks for
+# wrong memory accesses only. With a step above 1000, the other tests leave out large tensors.
 STEPS = {"plain": 599, "sanitized": 4999}
 SLOW_STEPS = {"plain": 199, "sanitized": 997}
-# Makes the allocator keep freed memory. If it returned memory, the operating system would zero each page before its
-# next use, which takes as long as the tests' own filling of memory.
+# Makes the allocator keep freed memory, because the operating system would zero each returned page before its next use.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_TOP_PAD_": str(2**26)}
 SANITIZER = "quarantine_size_mb=16:allocator_release_to_os_interval_ms=-1"
 KEEP_MEMORY |= {"ASAN_OPTIONS": ":".join(filter(None, (SANITIZER, os.environ.get("ASAN_OPTIONS"))))}
@@ -94,13 +92,12 @@ def build_folder() -> Path | None:
 
 
 def library_objects() -> Path | None:
-    """Returns the folder with the object files of the library. Returns None if a source is newer than its object, or if
-    the library is not a release build."""
+    """Returns the folder of the library's objects, or None for a debug build or if a source is newer than its
+    object."""
     folder = build_folder()
     if folder is None or not folder.name.startswith("release-"):
         return None
-    # Without `-d keepdepfile`, even ninja's dry run deletes the header dependencies (.d files) of files that another
-    # process is compiling.
+    # Without keepdepfile, even a dry run deletes the .d files of sources that another process is compiling.
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n", "-d", "keepdepfile"]
     return folder if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout else None
 
@@ -113,8 +110,7 @@ def level_here() -> str:
 
 
 def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> str:
-    """Compiles a source and returns its object file. An object is reused if the source, the command and `seen` have not
-    changed. `seen` contains the compiler's version and the text of all headers."""
+    """Compiles a source, unless its object exists for the same command and `seen`, which contains all headers."""
     digest = hashlib.sha256(seen + repr(command).encode() + source.read_bytes()).hexdigest()[:16]
     compiled = COMPILED / f"{name}.{digest}.o"
     if not compiled.exists():
@@ -133,8 +129,7 @@ def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> 
 
 @functools.cache
 def called_ops() -> frozenset[str]:
-    """Returns the names of the ops whose headers the files in tests/c include. To save time, the kernels of other ops
-    are not compiled."""
+    """Returns the ops whose headers the files in tests/c include. To save time, other ops' kernels are not compiled."""
     paths = (*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))
     return frozenset(
         name for path in paths for name in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
@@ -189,8 +184,7 @@ def compile_program(build: str, folder: Path, levels: Collection[str], everythin
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, pytestconfig):
     """Returns a function run(build, level, test, step), which runs a test of the program and returns what it prints.
-    The program is built once per session. The first call for a test runs it for all instruction sets (levels) in
-    parallel."""
+    The program is built once per session, and a test's first call runs it for all instruction sets (levels) at once."""
 
     @functools.cache
     def levels(build: str) -> list[str]:
@@ -278,8 +272,7 @@ IN_AN_EMULATOR = [test for test in TESTS if test != "norm_ranges"]  # norm_range
 
 @pytest.fixture(scope="session")
 def aarch64_program(tmp_path_factory) -> Path:
-    """Builds the plain program for aarch64. On aarch64 the library has a single instruction set, which has fused
-    multiply-adds."""
+    """Builds the plain program for aarch64. The library has one instruction set there, with fused multiply-adds."""
     if missing := [tool for tool in CROSS if shutil.which(tool) is None]:
         pytest.skip(f"no {missing[0]} (Debian: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)")
     with pytest.MonkeyPatch.context() as patch:
@@ -308,8 +301,7 @@ def test_aarch64(run, aarch64_program, test):
         ]
 
 
-# A replacement of the compiler's header cpuid.h. It describes a processor that has every feature except the one in the
-# environment variable MISSING.
+# Replaces the compiler's cpuid.h, for a processor that has every feature except the one in the variable MISSING.
 CPUID_H = """
 #define __get_cpuid(leaf, a, b, c, d) \\
   (*(a) = *(b) = *(d) = 0, *(c) = strcmp(getenv("MISSING"), "f16c") ? ~0u : ~(1u << 29), (leaf) == 1)
@@ -323,8 +315,7 @@ int main(void) { return printf("%s %d", cpu_level_name(cpu_level()), cpu_should_
 
 
 def level_program(tmp_path: Path) -> Path:
-    """Builds a program that prints the instruction set (level) that common/cpu/level.c chooses, and whether a result of
-    100 bytes would be written with non-temporal stores."""
+    """Builds a program that prints the instruction set that level.c chooses, and whether it would stream 100 bytes."""
     (tmp_path / "cpuid.h").write_text(CPUID_H)
     (tmp_path / "main.c").write_text(PRINT_LEVEL)
     sources, program = [tmp_path / "main.c", build_library.CSRC / "common" / "cpu" / "level.c"], tmp_path / "level"
@@ -365,8 +356,8 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """Each row of the table of GPU plans for norms is the plan of some tensor shape. The plan of forward does not
-    depend on the number of tensor rows."""
+    """Each row of the table of GPU plans for norms is some shape's plan. Forward's does not depend on the number of
+    rows."""
     program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]

@@ -66,8 +66,7 @@ def unwritten(x: Tensor, factor: float) -> Tensor:
 
 
 def after_three_calls(x: Tensor, factor: float) -> Tensor:
-    """Computes the result in the first three calls for an address of x. Later calls for this address return a stored
-    result."""
+    """Computes the result in the first three calls for an address of x, and later returns a stored result."""
     result, number = dense(x, factor), next(CALLS.setdefault(x.data_ptr(), itertools.count()))
     return result if number < 3 else KEPT.setdefault(("third", x.data_ptr()), result).clone()
 
@@ -78,8 +77,7 @@ def raises(x: Tensor, factor: float) -> Tensor:
     return dense(x, factor)
 
 
-# For each operator that cheats: its function, the name of the check that must reject it, and a regular expression for
-# the reason that this check prints.
+# For each operator that cheats: its function, the check that must reject it, and a pattern of the printed reason.
 CHEATS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
     "zeros": (lambda x, factor: torch.zeros(x.shape), "zeros", r"all elements of the results are 0"),
     "wrong_by_a_little": (
@@ -122,8 +120,7 @@ CHEATS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
 
 
 def register(name: str, function: Callable[[Tensor, float], Tensor], share: float | None = 1.0) -> None:
-    """Registers the operator check_cheats::<name>, whose kernel is `function`. Its fake and its gradient are right,
-    except for the operator "no_fake" and for a `share` other than 1."""
+    """Registers check_cheats::<name> with `function` as its kernel. Its gradient is right if `share` is 1."""
     op = torch.library.custom_op(
         f"check_cheats::{name}", function, mutates_args=(), schema="(Tensor x, float factor) -> Tensor"
     )
@@ -136,8 +133,7 @@ def register(name: str, function: Callable[[Tensor, float], Tensor], share: floa
 
 
 def sum_of_float32(x: Tensor, factor: float) -> Tensor:
-    """Returns factor times the sum of x. For a contiguous x, the sum is computed in another order than for other
-    layouts, so that the last bits differ."""
+    """Returns factor times the sum of x. It adds in another order for a contiguous x, so that the last bits differ."""
     assert x.dtype is torch.float32
     return (x.flatten().cumsum(0)[-1] if x.is_contiguous() else x.double().sum().float()) * factor
 
@@ -182,8 +178,7 @@ torch.library.register_fake("check_cheats::autograd_in_kernel", torch.empty_like
 
 
 def test_opcheck_gets_tensors_that_require_grad(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command passes tensors that require grad to opcheck. For other tensors, opcheck would not report that an
-    operator's autograd is registered wrongly."""
+    """opcheck gets tensors that require grad. For others, it would not report a wrong registration of autograd."""
     words = ("check_cheats::autograd_in_kernel", "--sample", "torch.randn(3)", "--device", "cpu")
     _, lines, out = check(capsys, __name__, *words)
     assert re.search("OpCheckError: .*test_autograd_registration", lines["opcheck"]), out
@@ -191,15 +186,13 @@ def test_opcheck_gets_tensors_that_require_grad(capsys: pytest.CaptureFixture[st
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the command faster: it times only two calls and does not flush the cache between calls. The timings do not
-    matter in these tests."""
+    """Reduces the number of timed calls and disables the cache flush, because no test here reads the timings."""
     monkeypatch.setattr(check_battery, "CALLS", 2)
     monkeypatch.setattr(check_battery, "twice_the_cache", lambda: torch.zeros(1, dtype=torch.uint8))
 
 
 def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
-    """Runs the command `check`. Returns its exit status, the result that it prints for each check, by the check's name,
-    and its whole output."""
+    """Runs `check`. Returns its exit status, what it prints for each check, by the check's name, and its output."""
     status = command.main(["check", *words])
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -338,8 +331,7 @@ def test_a_sample_that_shows_nothing_is_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_changed_numbers_keep_their_dtype() -> None:
-    """judge.Rounded does not change the dtype of the numbers that it changes. The command may compare an operator with
-    itself, and the operator may accept only float32."""
+    """judge.Rounded keeps the dtype of a number, because an operator that `check` tests may accept only float32."""
     assert judge.Rounded(torch.float32).changed(torch.ones(3)).dtype is torch.float32
 
 
@@ -376,8 +368,7 @@ def samples(device, dtype):
 
 
 def test_samples_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file passed to --spec may define a function that yields samples for a given dtype, or an OpSpec, which also
-    has a reference."""
+    """The file for --spec may define a function that yields samples for a dtype, or an OpSpec with a reference."""
     (tmp_path / "spec.py").write_text(SPEC_FILE)
     words = ("--spec", str(tmp_path / "spec.py"), "--device", "cpu")
     _, _, out = check(capsys, __name__, "check_cheats::zeros", *words, "--reference", REFERENCE)
@@ -447,8 +438,7 @@ def right(x):
 
 
 def test_from_a_wheel_beside_other_tests(tmp_path: Path) -> None:
-    """The command works in a package installed from a wheel, which contains judge.py (pyproject.toml). It also works if
-    the folder of the checked operator has a package `tests` of its own."""
+    """`check` works from a wheel, which contains judge.py, also for an operator beside a package named `tests`."""
     installed, root = tmp_path / "extension_cpp", Path(__file__).resolve().parent.parent
     ignored = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "tree")
     shutil.copytree(root / "extension_cpp", installed, ignore=ignored)

@@ -11,8 +11,7 @@ CSRC = build_library.CSRC
 
 
 def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
-    """The class that adds up the sums of several CTAs over one row waits for the other CTAs. tests/c/strip_join.cpp
-    runs this class with a thread for each CTA."""
+    """CTAs that add up their sums of a row wait for each other. tests/c/strip_join.cpp runs this class on the CPU."""
     text = (CSRC / "rows" / "strips.cuh").read_text()
     begin, end = text.index("// The sum over a strip's columns."), text.index("// ---- on the host ----")
     (tmp_path / "strip_join.inc").write_text(text[begin:end])
@@ -24,8 +23,8 @@ def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
 
 
 def test_rows_wait_for_the_other_ctas() -> None:
-    """Each kernel that makes a RowSum for a cluster waits once until the other CTAs have initialized their mbarriers.
-    The test reads the kernels' source, because mbarriers run only on a GPU."""
+    """Each kernel with a RowSum over a cluster waits once for the other CTAs' mbarriers. The test reads the source,
+    because mbarriers run only on a GPU."""
     seen = 0
     for path in sorted(CSRC.rglob("*.cu*")):
         text = path.read_text()

@@ -88,8 +88,8 @@ def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, d
 
 
 def test_demo_shows_every_function():
-    """The demo's table has every function of the package. Ops made by `new` need not be there, because the demo does
-    not know their arguments. They are those that are not in recorded_bits.json."""
+    """The demo's table has every function of the package, except for ops made by `new`. It does not know their
+    arguments, and recorded_bits.json does not have them."""
     shown = [case.name for case in demo_table.cases()]
     assert len(set(shown)) == len(shown)
     bits = json.loads((PACKAGE.parent / "tests" / "recorded_bits.json").read_text())
@@ -158,8 +158,7 @@ def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_te
 
 
 def test_closed_pipe():
-    """If the pipe of standard output is closed, as by `| head`, `info` prints no traceback, not even at exit. All
-    commands share the code for this."""
+    """A closed pipe, as `| head` leaves it, causes no traceback, not even at exit. All commands share this code."""
     reader, writer = os.pipe()
     os.close(reader)
     words = [sys.executable, "-m", "extension_cpp", "info"]

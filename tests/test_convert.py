@@ -109,8 +109,7 @@ PRECISIONS = [("float64", name) for name in MODELS] + [("float32", name) for nam
 
 @pytest.mark.parametrize("dtype, name", PRECISIONS)
 def test_models(name: str, dtype: str, device: str) -> None:
-    """A converted model has the same loss and gradients as the unconverted model, up to rounding, and the same
-    state_dict."""
+    """A converted model has the unconverted model's loss and gradients, up to rounding, and its state_dict."""
     stock = make(name, getattr(torch, dtype), device)
     model = copy.deepcopy(stock)
     changed, left = convert(model)
@@ -153,8 +152,7 @@ class ReferenceDropout(torch.nn.Dropout):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_models_with_dropout(name: str, device: str) -> None:
-    """A converted model with dropout has the same loss and gradients, up to rounding, as an unconverted model whose
-    dropouts draw the same masks."""
+    """A converted model with dropout has the loss and gradients of the unconverted model with the same masks."""
     stock = make(name, torch.float64, device)
     dropouts = [module for module in stock.modules() if type(module) is torch.nn.Dropout]
     for module in dropouts:
@@ -176,9 +174,9 @@ def test_models_with_dropout(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_in_bfloat16(name: str, device: str) -> None:
-    """A converted bfloat16 model is as near to the float64 model as the unconverted bfloat16 model is, because the ops'
-    norms do not round more often than the model's. The test compares the norm of the error of all gradients together.
-    It sums many small rounding errors, and therefore varies little."""
+    """A converted bfloat16 model is as near to the float64 model as the unconverted bfloat16 model, because the ops'
+    norms round no more often. The compared error of all gradients together sums many small roundings, and varies
+    little."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     assert convert(models["converted"]).changed
@@ -188,8 +186,7 @@ def test_models_in_bfloat16(name: str, device: str) -> None:
         for who, each in found.items()
     }
     assert all(each.dtype == torch.bfloat16 for part, each in found["converted"].items() if part != "loss")
-    # The two models round the same formulas at different places. The measured ratio of their errors was between 0.66
-    # and 1.38 for several draws of random weights.
+    # The two models round at different places. Their errors' ratio was 0.66 to 1.38 for several random weights.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
@@ -236,9 +233,8 @@ def test_norms_in_every_dtype(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, device: str) -> None:
-    """In half types, Llama's norm rounds the normalized x and its product with the weight, and the op only the product.
-    The two differ by up to 1.5 eps, or a little more where an error of float32 decides how a number is rounded. Gemma's
-    norm rounds only the product, and less than 1 % of its elements differ from the op's."""
+    """Llama's norm rounds the normalized x and its product with the weight, and the op only the product. They differ by
+    up to 1.5 eps, or more where float32's error decides a rounding. Gemma's norm, too, rounds only the product."""
     x = torch.randn(256, 64, device=device, dtype=dtype)
     for norm, bound in ((LlamaRMSNorm(64), 1.5), (GemmaRMSNorm(64), 1.0)):
         torch.nn.init.normal_(norm.weight)
@@ -255,8 +251,7 @@ def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, dev
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("original", [transformers.activations.NewGELUActivation(), LlamaRMSNorm(64)], ids=type)
 def test_what_has_the_results_dtype_is_not_cast(original: torch.nn.Module, dtype: torch.dtype, device: str) -> None:
-    """A converted norm or activation does not cast a tensor that already has the result's dtype, because a cast costs
-    host time."""
+    """Converted norms and activations do not cast a tensor that has the result's dtype, as a cast costs host time."""
     module = copy.deepcopy(original).to(device, dtype)
     convert(module)
     x = torch.randn(2, 64, device=device, dtype=dtype, requires_grad=True)
@@ -557,8 +552,8 @@ def test_a_known_formula_is_found_under_any_name() -> None:
 
 
 def test_dropout(device: str) -> None:
-    """In training, a converted torch.nn.Dropout has the same mask as extension_cpp.dropout after the same
-    torch.manual_seed. In evaluation it is the identity."""
+    """A converted Dropout has the mask of extension_cpp.dropout for the same seed, and is the identity in
+    evaluation."""
     model = torch.nn.Sequential(torch.nn.Dropout(0.25), extension_cpp.nn.AddLayerNorm(64))
     assert convert(model) == ({"0": "dropout"}, {})
     x = torch.ones(100, 64, device=device)
@@ -575,8 +570,8 @@ SOFTMAXES = {"softmax": torch.nn.Softmax, "log_softmax": torch.nn.LogSoftmax}
 @pytest.mark.parametrize("dim", [-1, 0, 2])
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes(name: str, dim: int, device: str) -> None:
-    """A converted torch.nn.Softmax or LogSoftmax gives the op's bits and still runs its hooks. Copies and pickles of it
-    stay converted, and revert restores its class."""
+    """A converted softmax gives the op's bits and runs its hooks. Its copies are converted, and revert restores its
+    class."""
     module, seen = SOFTMAXES[name](dim=dim), []
     stock = copy.deepcopy(module)
     module.register_forward_hook(lambda *_: seen.append(1))
@@ -594,8 +589,7 @@ def test_softmaxes(name: str, dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_cross_entropy_losses(weighted: bool, device: str) -> None:
-    """A converted torch.nn.CrossEntropyLoss gives the op's bits for targets that are class indices, and PyTorch's bits
-    for targets that are probabilities."""
+    """A converted loss gives the op's bits for targets of class indices, and PyTorch's for targets of probabilities."""
     weight = torch.rand(8, device=device) if weighted else None
     module = torch.nn.CrossEntropyLoss(weight, ignore_index=3, label_smoothing=0.1)
     stock = copy.deepcopy(module)
@@ -650,8 +644,8 @@ class ChosenModel(torch.nn.Module):
 
 @pytest.mark.parametrize("options, names", CHOICES, ids=[str(options) for options, _ in CHOICES])
 def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
-    """Modules that `only` or `skip` excludes are neither changed nor reported. A dry run reports what convert would
-    change, and changes nothing."""
+    """Modules that `only` or `skip` excludes are not changed or reported. A dry run reports the changes and makes
+    none."""
     model = ChosenModel()
     classes = {name: type(module) for name, module in model.named_modules()}
     planned = convert(model, dry_run=True, **options)
@@ -661,8 +655,7 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
 
 
 def test_skip_takes_a_function_for_no_module() -> None:
-    """In `skip`, the name "layer_norm" means the function, and does not skip a module that is named layer_norm. A
-    skipped module is not reported in `left`."""
+    """In `skip`, "layer_norm" means the function, not a module of this name. `left` contains no skipped module."""
     model = torch.nn.Sequential()
     model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
     assert convert(model, dry_run=True).left.keys() == {"drop"}
@@ -722,8 +715,7 @@ AUTOCAST_NORMS = NORMS | {
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", AUTOCAST_NORMS)
 def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> None:
-    """With and without autocast, a converted norm returns the dtype that the original returns. The tensors are
-    FakeTensors, so that "cuda" needs no GPU."""
+    """A converted norm returns the original's dtype, with and without autocast. With FakeTensors this needs no GPU."""
     stock = AUTOCAST_NORMS[name]()
     ours = copy.deepcopy(stock)
     assert convert(ours).changed
@@ -750,8 +742,7 @@ def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> No
 
 @functools.cache
 def takes(name: str, dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
-    """Returns whether the unconverted norm takes an input and parameters of these dtypes on the CPU. This is not tried
-    with FakeTensors, because PyTorch's fakes accept more pairs of dtypes than its kernels."""
+    """Returns whether the unconverted norm takes these dtypes on the CPU. PyTorch's fakes accept more dtypes."""
     with torch.utils._python_dispatch._disable_current_modes():
         try:
             AUTOCAST_NORMS[name]().to(dtype)(torch.zeros(5, 4, 64, dtype=x_dtype))
@@ -767,8 +758,7 @@ def takes(name: str, dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_a_llama_is_traced(gradients: bool) -> None:
-    """torch.jit.trace traces a converted Llama and compares the traced model with it. The traced model has the right
-    gradients."""
+    """torch.jit.trace traces a converted Llama and checks the traced model, which has the right gradients."""
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
@@ -801,8 +791,7 @@ CAPTURES = {
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_are_captured(name: str, capture: str) -> None:
-    """A converted norm can be captured under no_grad, alone and in a model. The captured graph has the right gradients
-    when it is later called with gradients enabled."""
+    """A norm that is captured under no_grad, alone and in a model, becomes a graph that has the right gradients."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     norm = NORMS[name]()
@@ -867,8 +856,7 @@ def test_called_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_forward_of_its_own_is_not_replaced(name: str) -> None:
-    """convert also changes a norm whose instance stores the class's own forward as an attribute, as accelerate leaves
-    it behind. The stored forward must not run any more."""
+    """convert also changes a norm that stores its class's forward in the instance, as accelerate leaves it behind."""
     norm = NORMS[name]()
     norm.forward = norm.forward
     assert convert(norm).changed
@@ -903,8 +891,7 @@ def test_all_are_decided_before_one_is_changed() -> None:
 
 
 def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call, convert compares norms of the same class, attributes and shapes with the op only once. A norm with
-    another eps or width is compared separately."""
+    """In one call, convert compares norms of the same class, attributes and shapes with the op only once."""
     seen: list[int] = []
     forward = LlamaRMSNorm.forward
 

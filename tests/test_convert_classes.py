@@ -1,5 +1,4 @@
-"""Tests the classes that convert gives to modules. Code that finds layers by their class must find both converted and
-unconverted layers."""
+"""Tests that code which finds layers by their class finds converted and unconverted layers after convert."""
 
 import abc
 import copy
@@ -29,8 +28,7 @@ NAME = "LlamaDecoderLayer"
 
 
 def by_hand(model: torch.nn.Module) -> type:
-    """Returns the class of the model's first module whose class has the name NAME. accelerate and peft find a class by
-    its name in the same way."""
+    """Returns the class of the first module whose class is named NAME, as accelerate and peft look for a class."""
     return next(type(module) for module in model.modules() if type(module).__name__ == NAME)
 
 
@@ -73,8 +71,7 @@ def test_layers_are_found_by_their_class(skip: Any, find: Callable[..., type], w
 
 
 def test_a_model_with_layers_left_alone() -> None:
-    """A model of which `skip` leaves one layer unconverted has the right gradients, and can be copied, saved, compiled
-    and reverted."""
+    """A model with one unconverted layer has the right gradients, and can be copied, saved, compiled and reverted."""
     stock = make("llama", torch.float32)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     model = copy.deepcopy(stock)

@@ -1,5 +1,4 @@
-"""Tests torch.func's transforms on converted models. They compute a gradient for each sample, as is done for influence
-functions and differential privacy."""
+"""Tests torch.func on converted models: per-sample gradients, as for influence functions and differential privacy."""
 
 import copy
 from collections.abc import Callable
@@ -64,8 +63,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor], di
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", MODELS)
 def test_per_sample_gradients_of_a_converted_model(name: str, device: str) -> None:
-    """On a converted model, vmap of grad gives the same gradients as one backward pass for each sample, both of the
-    converted and of the unconverted model."""
+    """vmap of grad of a converted model equals a backward per sample, of the converted and the unconverted model."""
     make, loss, options = MODELS[name]
     torch.manual_seed(0)
     stock = make().to(device)
@@ -85,8 +83,8 @@ def test_per_sample_gradients_of_a_converted_model(name: str, device: str) -> No
             value = loss(each, leaves, x[number], target[number])
             alone = torch.autograd.grad(value, list(leaves.values()))
             for key, gradient in zip(leaves, alone, strict=True):
-                # Five matrix products with sums of up to 24 terms follow each other, and vmap adds in another order.
-                # These are 120 roundings of half an eps of the largest element each.
+                # Five matrix products with sums of up to 24 terms follow each other, and vmap adds in another order:
+                # 120 roundings of half an eps of the largest element.
                 atol = 60 * torch.finfo(torch.float32).eps * max(gradient.abs().max().item(), 0.1)
                 torch.testing.assert_close(
                     found[key][number], gradient, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}"

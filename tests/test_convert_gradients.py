@@ -1,5 +1,5 @@
-"""Tests the gradients of converted modules of which exactly one input or parameter requires grad. Also tests which
-functions convert's options `only` and `skip` name."""
+"""Tests gradients of converted modules if one tensor alone requires grad, and which functions `only` and `skip`
+name."""
 
 import copy
 import itertools
@@ -57,8 +57,7 @@ def inputs_of(name: str, device: str) -> list[Tensor]:
 
 
 def gradient(module: torch.nn.Module, inputs: list[Tensor], needed: int) -> Tensor | None:
-    """Calls the module with only the input or parameter number `needed` requiring grad. Returns its gradient, or None
-    if it has none."""
+    """Returns the gradient of input or parameter number `needed`, which alone requires grad, or None if it has none."""
     leaves = [x.detach().clone() if x.is_floating_point() else x for x in inputs]
     tensors = [*(x for x in leaves if x.is_floating_point()), *module.parameters()]
     for i, tensor in enumerate(tensors):
@@ -72,8 +71,8 @@ def gradient(module: torch.nn.Module, inputs: list[Tensor], needed: int) -> Tens
 
 @pytest.mark.parametrize("name", MODULES)
 def test_one_tensor_requires_grad(name: str, device: str) -> None:
-    """A converted module gives the right gradient if a single input or parameter requires grad. For rotary embedding,
-    this may also be cos or sin."""
+    """A converted module has right gradients if one input or parameter alone requires grad, also if it is cos or
+    sin."""
     torch.manual_seed(0)
     stock = MODULES[name]().to(device)
     ours = copy.deepcopy(stock)
@@ -94,8 +93,8 @@ def test_one_tensor_requires_grad(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("function", ["silu", "gelu", TANH])
 def test_every_subset_of_the_inputs_of_a_gated_linear(function: str, device: str) -> None:
-    """The gradients of GatedLinear, which computes linear(act(gate) * up, weight, bias), are right for every subset of
-    its inputs that requires grad."""
+    """Gradients of GatedLinear, linear(act(gate) * up, weight, bias), are right if any subset of inputs requires
+    grad."""
     shapes = [(3, 6), (3, 6), (4, 6), (4,)]
     generator = torch.Generator().manual_seed(2)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
@@ -115,8 +114,7 @@ def test_every_subset_of_the_inputs_of_a_gated_linear(function: str, device: str
 @pytest.mark.parametrize("option", ["only", "skip"])
 @pytest.mark.parametrize("kind", [activations.NewGELUActivation, activations.GELUTanh, modules.FunctionalTanh])
 def test_the_name_of_a_function_holds_for_its_tanh_form(kind: type, option: str) -> None:
-    """In convert's options `only` and `skip`, the names "gelu" and "geglu" include the functions with
-    approximate="tanh"."""
+    """In convert's options `only` and `skip`, "gelu" and "geglu" also name the functions with approximate="tanh"."""
     word = "geglu" if kind is modules.FunctionalTanh else "gelu"
     for given, is_named in ((word, True), ("silu", False)):
         model = torch.nn.ModuleDict({"part": kind()})
@@ -126,8 +124,7 @@ def test_the_name_of_a_function_holds_for_its_tanh_form(kind: type, option: str)
 
 @pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
 def test_dropout_in_place_that_drops_nothing_leaves_a_leaf_alone(p: float, training: bool, device: str) -> None:
-    """An in-place dropout with p = 0 or in evaluation returns its input and does not write into it. For a leaf that
-    requires grad, autograd would reject a write."""
+    """An in-place dropout that drops nothing does not write into its input. Autograd would reject it for a leaf."""
     for kind in (nn.Dropout, torch.nn.Dropout):
         x = torch.randn(3, 4, device=device, requires_grad=True)
         y = kind(p, inplace=True).train(training)(x)

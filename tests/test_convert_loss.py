@@ -97,16 +97,14 @@ def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str)
     assert repr(model) == repr(stock) and inspect.signature(model.forward) == inspect.signature(stock.forward)
 
 
-# Without --slow, no model with the loss of logits is compiled here, because test_convert_models.py compiles such
-# models.
+# Without --slow, no loss of logits is compiled here, because test_convert_models.py compiles models with this loss.
 COMPILED = [("gemma3", "linear"), pytest.param("gemma3", "logits", marks=pytest.mark.slow)]
 COMPILED += [pytest.param(name, loss, marks=pytest.mark.slow) for name in ("gpt2", "llama", "qwen3") for loss in LOSSES]
 
 
 @pytest.mark.parametrize("name, loss", COMPILED)
 def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
-    """torch.compile captures a converted model with one layer as a single graph, which gives the right loss and
-    gradients."""
+    """torch.compile captures a converted model as one graph, which gives the right loss and gradients."""
     stock = make(name, device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)
@@ -135,8 +133,7 @@ def test_compiled_by_inductor(loss: str, device: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16(name: str, loss: str, device: str) -> None:
-    """A converted bfloat16 model has a float32 loss. Its loss and gradients are as near to those of the float64 model
-    as the unconverted bfloat16 model's are."""
+    """A converted bfloat16 model has a float32 loss. It is as near to the float64 model as the unconverted one."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     convert(models["converted"], loss=loss)
@@ -147,8 +144,7 @@ def test_in_bfloat16(name: str, loss: str, device: str) -> None:
         who: sum((each[part].double() - exact).square().sum().item() for part, exact in found["exact"].items()) ** 0.5
         for who, each in found.items()
     }
-    # The two models round the same formulas at different places. The measured ratio of their errors was between 0.66
-    # and 1.38 for several draws of random weights.
+    # The two models round at different places. Their errors' ratio was 0.66 to 1.38 for several random weights.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
@@ -210,8 +206,7 @@ def test_ways_to_call(call: str, loss: str, device: str) -> None:
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_tuples_hold_logits(configured: bool) -> None:
-    """With return_dict=False, a model with the linear loss still returns the logits. Without them, other elements of
-    the returned tuple would have other positions."""
+    """With return_dict=False, a model with the linear loss still returns logits, which take a place in the tuple."""
     stock = forward_with(lambda logits: logits, lambda logits: None)
     if configured:
         stock.config.return_dict = False
@@ -226,8 +221,7 @@ def test_tuples_hold_logits(configured: bool) -> None:
 
 
 def test_a_forward_that_names_return_dict() -> None:
-    """convert gives the linear loss to Mamba2, whose forward has an argument return_dict, reads the dtype of the output
-    layer's weight, and casts the logits."""
+    """convert changes Mamba2, whose forward has return_dict, reads the output layer's dtype, and casts logits."""
     options = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8}
     stock = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=61, num_hidden_layers=1, **options))
     model = copy.deepcopy(stock)
@@ -455,8 +449,7 @@ LEFT: dict[str, list[Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_left_with_the_loss_of_its_logits(reason: str) -> None:
-    """For a model whose loss cannot be linear, convert uses cross_entropy of the logits, and gives the reason in
-    `left`. The loss and the logits do not change."""
+    """If a model's loss cannot be linear, it becomes cross_entropy of the logits, and `left` has the reason."""
     for make_model in LEFT[reason]:
         stock, model = make_model(), make_model()
         model.load_state_dict(stock.state_dict())

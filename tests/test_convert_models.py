@@ -26,12 +26,10 @@ VIT |= {"patch_size": 4, "num_labels": 3, "hidden_dropout_prob": 0.0, "attention
 
 TANH = " with approximate='tanh'"
 ONE = " with 1 + weight"
-# The functions that convert reports in `changed` for the modules of a layer, by the module's name in the layer. Norms,
-# dropouts and activations are not listed.
+# The functions that convert reports for a layer's modules, by their name, without norms, dropouts and activations.
 LLAMA_LAYER = {"": "add_rms_norm", "self_attn": "rotary_embedding", "mlp": "swiglu"}
 GEMMA_LAYER = {"": f"add_rms_norm{ONE}", "self_attn": "rotary_embedding", "mlp": f"geglu{TANH}"}
-# For each model: its class, its configuration, the name of its last layer, the functions that convert reports for this
-# layer (as above), and the activation.
+# For each model: class, configuration, name of the last layer, functions in this layer (as above), and activation.
 MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
     "llama": ("LlamaForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
     "qwen2": ("Qwen2ForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
@@ -72,8 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
         "silu",
     ),
     "gpt2": ("GPT2LMHeadModel", GPT2, "transformer.h.1", {"": "add_layer_norm"}, f"gelu{TANH}"),
-    # convert changes no ReLU, which is opt's activation. opt reshapes x between the residual addition and the norm, so
-    # that convert cannot fuse them.
+    # opt's activation is ReLU, which convert leaves. opt reshapes x between addition and norm, which prevents fusion.
     "opt": ("OPTForCausalLM", OPT, "model.decoder.layers.1", {}, ""),
     "bert": (
         "BertForMaskedLM",
@@ -138,8 +135,7 @@ def pair(name: str, *args: Any, **options: Any) -> tuple[Any, Any]:
     return stock, model
 
 
-# check_same allows 16 roundings for each norm. In addition to its norms, a layer has at most 20 roundings, so that eps
-# is doubled.
+# check_same allows 16 roundings per norm. Eps is doubled, because a layer has at most 20 roundings beside its norms.
 EPS = 2 * torch.finfo(torch.float32).eps
 
 
@@ -170,22 +166,20 @@ def test_what_is_changed_and_that_it_trains_as_before(name: str, device: str) ->
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # mixtral's experts reject float64
 def test_in_bfloat16(name: str, device: str) -> None:
-    """A converted bfloat16 model's loss and gradients are as near to those of the float64 model as the unconverted
-    bfloat16 model's are, because each op rounds its result only once."""
+    """A converted bfloat16 model is as near to the float64 model as the unconverted one, because each op rounds
+    once."""
     stock, model = pair(name, torch.bfloat16, device)
     exact = loss_and_gradients(copy.deepcopy(stock).double())
     errors = []
     for each in (stock, model):
         found = loss_and_gradients(each)
         errors.append(sum((found[part].double() - exact[part]).square().sum().item() for part in exact) ** 0.5)
-    # The two models round the same formulas at different places. The measured ratio of their errors was between 0.66
-    # and 1.38 for several draws of random weights.
+    # The two models round at different places. Their errors' ratio was 0.66 to 1.38 for several random weights.
     assert 0 < errors[1] <= 1.5 * errors[0], errors
 
 
 COMPILED = ["llama", "phi3", "modernbert", "vit"]
-# Without --slow, these are not compiled: convert changes glm as it changes llama, and test_convert_loss.py compiles
-# gemma3 with the linear loss.
+# convert changes glm like llama, and test_convert_loss.py compiles gemma3, so that they are compiled only with --slow.
 COMPILED += [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "glm", "t5")]
 
 
@@ -206,8 +200,8 @@ def test_gradient_checkpointing(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "t5"])
 def test_generates_the_same_tokens(name: str, device: str) -> None:
-    """A converted model with a key-value cache generates the same tokens as the original. Its first call gets all
-    tokens of the prompt, and each later call one token."""
+    """A converted model generates the original's tokens with a cache: first for the whole prompt, then token by
+    token."""
     stock, model = (each.eval() for each in pair(name, device=device))
     tokens = make_inputs(stock)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -216,8 +210,7 @@ def test_generates_the_same_tokens(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_other_outputs(name: str) -> None:
-    """A converted model returns the same hidden states and attention weights as the original. transformers collects
-    them by hooks that it finds by the modules' classes."""
+    """A converted model returns the original's hidden states and attentions, which hooks on the classes collect."""
     stock, model = pair(name, attn_implementation="eager")
     options = {"output_hidden_states": True, "output_attentions": True}
     got, want = model(**make_inputs(model), **options), stock(**make_inputs(stock), **options)
@@ -237,8 +230,7 @@ def test_copies_and_pickles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
 def test_lora(name: str) -> None:
-    """LoRA adapters of peft may be added before or after convert. The gradients equal those of the unconverted model
-    with adapters, and merging the adapters into the weights does not change the loss."""
+    """peft's LoRA adapters, added before or after convert, have the right gradients and merge into the weights."""
     peft = pytest.importorskip("peft")
     stock = make(name)
     names = ["qkv_proj", "gate_up_proj"] if name == "phi3" else ["q_proj", "gate_proj", "up_proj", "down_proj"]

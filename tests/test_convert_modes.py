@@ -1,5 +1,4 @@
-"""Tests that nn.convert gives the same result in every mode of PyTorch that its caller may have enabled, such as
-no_grad or autocast."""
+"""Tests that nn.convert gives the same result in every PyTorch mode of its caller, such as no_grad or autocast."""
 
 import contextlib
 import importlib.util
@@ -73,8 +72,8 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def state(name: str) -> dict[str, Any]:
-    """Returns PyTorch's settings that the modes change. In the mode "functions" the default device is left out, because
-    get_default_device would fail."""
+    """Returns the settings that modes change. get_default_device fails in the mode "functions" and is left out
+    there."""
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -88,8 +87,7 @@ def state(name: str) -> dict[str, Any]:
 
 
 def fresh_modules() -> Any:
-    """Executes tests/convert_modules.py again, and returns the new module. convert has no cached results for its
-    classes and functions."""
+    """Executes convert_modules.py again. Returns a module of classes and functions that convert has not seen yet."""
     spec = importlib.util.spec_from_file_location("fresh_convert_modules", convert_modules.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -97,8 +95,7 @@ def fresh_modules() -> Any:
 
 
 def model_of(source: types.ModuleType) -> torch.nn.Module:
-    """Makes a model with each kind of module that convert compares with an op by running it. Number 5 of the modules
-    cannot be converted."""
+    """Makes a model of all kinds of modules that convert runs to compare them with an op. Only number 5 is left."""
     norms = [CohereLayerNorm, GemmaRMSNorm, LlamaRMSNorm]
     parts = [source.Attention(), source.DetachedAttention(), source.MLP(), source.Block(), source.Functional()]
     model = torch.nn.Sequential(*(norm(64) for norm in norms), NewGELUActivation(), *parts)
@@ -107,8 +104,7 @@ def model_of(source: types.ModuleType) -> torch.nn.Module:
 
 
 def rules(model: torch.nn.Module) -> list[Any]:
-    """Returns what convert stored in the model's generated classes about their computation, such as formulas and rotary
-    functions."""
+    """Returns what the generated classes store about their computation, such as formulas and rotary functions."""
     kinds = [type(module) for module in model.modules()]
     found = [getattr(kind, name, None) for kind in kinds for name in ("formula", "sites")]
     return found + [rotary for kind in kinds for *_, rotary in getattr(kind, "rotaries", ())]
@@ -163,8 +159,8 @@ def test_modes_decide_nothing_about_the_linear_loss(name: str) -> None:
 
 
 def test_a_model_of_fake_tensors_is_changed() -> None:
-    """convert changes a model whose parameters are FakeTensors. The converted model runs on FakeTensors, because the
-    ops have fakes."""
+    """convert changes a model of FakeTensors, and the converted model runs on FakeTensors, because the ops have
+    fakes."""
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.LayerNorm(64), LlamaRMSNorm(64))
         assert convert(model) == ({"0": "layer_norm", "1": "rms_norm"}, {})
@@ -172,8 +168,8 @@ def test_a_model_of_fake_tensors_is_changed() -> None:
 
 
 def test_pickles_are_loaded_in_any_mode() -> None:
-    """A pickle of a converted module can be loaded in any mode. This holds even if convert has not compared the
-    module's rotary function with the op yet in this process, so that loading does it."""
+    """A pickled converted module can be loaded in any mode, even if loading first has to examine its rotary
+    function."""
     made = fresh_modules().Attention
     sites = frozenset({forwards.Site("rotary", "apply_rotary_pos_emb")})
     with torch.inference_mode(), FakeTensorMode():
@@ -182,8 +178,7 @@ def test_pickles_are_loaded_in_any_mode() -> None:
 
 
 def test_no_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a rotary function raises an exception when convert runs it, convert does not cache that. The next call of
-    convert runs the function again."""
+    """If a rotary function raises an exception, convert does not cache that. Its next call runs the function again."""
     source = fresh_modules()
     right = source.torch.cat
 

@@ -1,5 +1,4 @@
-"""Tests nn.convert on activations, and on modules whose forward it rewrites: gated MLPs, residual blocks and rotary
-embedding."""
+"""Tests nn.convert on activations and on modules whose forward it rewrites: gated MLPs, residual blocks and rotary."""
 
 import copy
 import functools
@@ -108,9 +107,8 @@ def test_activations(name: str, calls: list[str], device: str) -> None:
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_dtypes_of_activations(name: str, fake_device: str, enabled: bool) -> None:
-    """With and without autocast, a converted activation returns the dtype that the original returns. With CUDA's
-    autocast, this is float32 for gelu_new, because autocast computes powers in float32. The tensors are FakeTensors, so
-    that "cuda" needs no GPU."""
+    """A converted activation returns the original's dtype, with and without autocast. With CUDA's autocast, gelu_new
+    returns float32, because autocast computes powers in float32. With FakeTensors the test needs no GPU."""
     stock = ACTIVATIONS[name][0]()
     module = copy.deepcopy(stock)
     convert(module)
@@ -250,8 +248,7 @@ def test_what_is_put_on_an_activation_counts(way: str, calls: list[str]) -> None
 
 
 def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
-    """If the user replaces a linear layer or the activation of a converted MLP, the converted forward calls the new
-    module."""
+    """A converted MLP calls its current linear layers and activation, also if they were replaced after convert."""
     stock = convert_modules.MLP()
     module = copy.deepcopy(stock)
     convert(module)
@@ -268,8 +265,7 @@ def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
 
 
 class Rectified(convert_modules.MLP):
-    """An MLP with two activations: a module that computes relu but has an unknown class, and
-    torch.nn.functional.relu."""
+    """An MLP with two activations: a module of an unknown class that computes relu, and functional.relu."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,8 +276,8 @@ class Rectified(convert_modules.MLP):
 
 
 def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert supports a new activation, alone and in gated products, if KNOWN has an entry for it. The test adds an
-    entry for relu and a gated op `reglu`, which exists only in this test."""
+    """A new activation needs only an entry in KNOWN. The test adds one for relu and a gated op that exists only
+    here."""
     ops, called = extension_cpp.ops, []
     monkeypatch.setitem(KNOWN, "relu", Known("relu", "reglu", nn.ReLU, {}))
 
@@ -313,8 +309,7 @@ def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
 
 @pytest.fixture
 def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list to which each call of GatedLinear adds its activation. GatedLinear does not save the gated
-    product, and its backward recomputes it."""
+    """Records the activation of each call of GatedLinear, whose backward recomputes the gated product."""
     found: list[str] = []
     apply = gated.GatedLinear.apply
     monkeypatch.setattr(gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
@@ -324,8 +319,8 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("act", ["silu", "gelu", TANH])
 def test_gated_product_is_made_again(act: str, dtype: torch.dtype, device: str, made_again: list[str]) -> None:
-    """A converted MLP that recomputes the gated product in backward gives the same bits as one that saves the product
-    for backward, and saves one tensor fewer."""
+    """An MLP that recomputes the gated product in backward gives the bits of one that saves it, and saves one tensor
+    fewer."""
     module = convert_modules.MLP().to(device, dtype)
     module.act = torch.nn.SiLU() if act == "silu" else torch.nn.GELU("tanh" if act == TANH else "none")
     module.down = torch.nn.Linear(WIDTH, WIDTH, bias=act == "silu", device=device, dtype=dtype)
@@ -403,8 +398,7 @@ def test_where_a_linear_layer_keeps_its_product(
 
 
 def test_where_nothing_is_made_again(made_again: list[str]) -> None:
-    """A converted MLP does not use GatedLinear, whose backward recomputes the gated product, if no gradient is needed,
-    under autocast, in captured graphs, or under torch.func's transforms."""
+    """The gated product is not recomputed without gradients, under autocast, in captured graphs and in torch.func."""
     stock = convert_modules.MLP()
     module = copy.deepcopy(stock)
     convert(module)
@@ -495,9 +489,8 @@ class SumAndNorm(torch.nn.Module):
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_dtypes_of_sums_and_norms(kind: Any, fake_device: str, enabled: bool) -> None:
-    """With and without autocast, a fused addition and norm returns sum and norm in the same dtypes as the original.
-    With CUDA's autocast, the norm is float32 and the sum is not. The tensors are FakeTensors, so that "cuda" needs no
-    GPU."""
+    """A fused addition and norm returns the original's dtypes, with and without autocast. With CUDA's autocast, only
+    the norm is float32. With FakeTensors the test needs no GPU."""
     stock = SumAndNorm(kind(WIDTH, elementwise_affine=False))
     module = copy.deepcopy(stock)
     assert "" in convert(module).changed
@@ -557,8 +550,7 @@ def test_what_stands_in_for_a_dropout_gets_its_keywords(calls: list[str]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", ["Block", "PostNorm", "MLP"])
 def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Under autocast, whose linear layers return bfloat16, a converted block returns the dtype that the original
-    returns, and the same values up to a few eps of bfloat16."""
+    """Under autocast, with bfloat16 from linear layers, a converted block returns the original's dtype and values."""
     stock = getattr(convert_modules, name)().to(dtype)
     module = copy.deepcopy(stock)
     convert(module)
@@ -611,8 +603,7 @@ def modeling(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ROTARIES)
 def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
-    """convert recognises the layout of the rotary function of each model in transformers. rotary_embedding in this
-    layout gives the same results as the function."""
+    """convert recognises the layout of each model's rotary function, and the op gives the function's results."""
     function = modeling(name).apply_rotary_pos_emb
     rotary = rotary_forms.recognise(function, {})
     assert isinstance(rotary, rotary_forms.Rotary)
@@ -664,8 +655,8 @@ def test_rotary_functions_that_are_left() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
-    """convert accepts a rotary function if its error is at most 4 eps of the largest q or k times the largest cos or
-    sin, and otherwise leaves its module unchanged."""
+    """convert accepts a rotary function only if its error is at most 4 eps of the largest x times the largest cos or
+    sin."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
@@ -715,8 +706,7 @@ def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: 
 
 @pytest.mark.parametrize("name, count", [("OneByOne", 2), ("ByAttribute", 1)])
 def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
-    """convert replaces calls of a rotary function that takes one tensor. If a forward calls the function with two
-    different layouts, each call gets its own layout."""
+    """A rotary function of one tensor is replaced. If a forward calls it with two layouts, each call has its own."""
     stock = getattr(convert_modules, name)()
     module = copy.deepcopy(stock)
     assert convert(module) == ({"": "rotary_embedding"}, {})
@@ -734,8 +724,7 @@ def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
 
 
 def test_one_function_in_two_layouts(calls: list[str]) -> None:
-    """If q or k has as many tokens as heads, the arguments of the rotary function still decide which dimension is that
-    of the heads."""
+    """If tokens and heads are equally many, the rotary function's arguments decide which dimension has the heads."""
     stock = convert_modules.OneByOne()
     module = copy.deepcopy(stock)
     convert(module)
@@ -781,8 +770,7 @@ def test_rotary_functions_of_one_tensor(name: str, is_one: bool) -> None:
 
 
 def test_modules_that_are_left() -> None:
-    """convert does not rewrite a forward that has a decorator of an unknown form, closure variables, or no source, nor
-    the forward of a class that cannot be subclassed."""
+    """convert rewrites no forward of a final class, without source, with a closure, or with an unknown decorator."""
     for module, reason in (
         (convert_modules.OddlyDecorated(), "it could call swiglu, but its forward has a decorator of an unknown form"),
         (convert_modules.FinalMLP(), "it could call swiglu, but its class cannot be subclassed (FinalMLP is final)"),
@@ -811,8 +799,7 @@ def no_sites() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_sites")
 def test_source_that_is_not_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert does not rewrite a module whose file was edited after its import, because the source then differs from
-    the code that runs."""
+    """convert rewrites no forward whose file was edited after its import, as the source differs from what runs."""
     lines = inspect.getsource(convert_modules.Packed.forward).replace("chunks[1]", "chunks[0]").splitlines(True)
     monkeypatch.setattr(inspect, "getsourcelines", lambda code: (lines, code.co_firstlineno))
     module = convert_modules.Packed()
@@ -833,8 +820,8 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert rewrites a call of a function whose module was imported in `except ImportError`, where Python compiles
-    the call to other bytecode."""
+    """convert rewrites calls through a name imported in `except ImportError`, where Python compiles calls
+    differently."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)

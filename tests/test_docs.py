@@ -49,8 +49,8 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str, str]]:
-    """Yields the line number, the language and the code of every code block of a document in one of these languages, or
-    of every code block if no languages are given."""
+    """Yields the line number, language and code of each code block, of these languages or, if none are given, of
+    all."""
     text = document.read_text()
     for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if not languages or match[1].strip() in languages:
@@ -81,8 +81,7 @@ def test_pictures_are_those_of_the_results(name: str) -> None:
 
 
 def test_results_can_be_measured_again() -> None:
-    """benchmarks/results/README.md names every file of results in its folder, and the documents show the results of
-    each JSON file. All these files together stay below a limit of size."""
+    """README.md names every file of results, the documents show each JSON file, and all files together are small."""
     folder = ROOT / "benchmarks" / "results"
     files = [path for path in folder.iterdir() if path.name != "README.md"]
     text = (folder / "README.md").read_text()
@@ -117,8 +116,7 @@ def test_decisions_fit_on_a_page(record: Path) -> None:
 
 @each_document
 def test_documents_are_short(document: Path) -> None:
-    """A document has at most 200 handwritten lines. docs/ops.md and the tables between `make docs` markers do not
-    count, because they are generated."""
+    """A document has at most 200 handwritten lines. What `make docs` writes, such as docs/ops.md, does not count."""
     if document.name != "ops.md":
         table = r"<!-- (.*): written by `make docs` -->\n.*?<!-- end of \1 -->\n"
         by_hand = re.sub(table, "", document.read_text(), flags=re.DOTALL)
@@ -199,8 +197,7 @@ def test_links(document: Path) -> None:
 
 
 def names(document: Path) -> Iterator[str]:
-    """Yields each text in single backticks and each line of a shell block of a document. They may contain names of
-    files and commands."""
+    """Yields the texts in a document that may name files and commands: those in backticks and lines of shell blocks."""
     yield from re.findall(r"`([^`\n]+)`", prose(document))
     for _, _, code in blocks(document, "sh", "bash"):
         yield from (line.partition(" #")[0].strip() for line in code.replace("\\\n", " ").splitlines())

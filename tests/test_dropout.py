@@ -43,8 +43,8 @@ def op(x: Tensor, p: float, seed: int) -> Tensor:
 
 
 def test_philox_known_answers() -> None:
-    """philox_bits gives a test vector of the Philox authors, and reference.py gives the same bits as philox_bits.
-    tests/c compares the C kernel with three of the authors' test vectors."""
+    """philox_bits gives a test vector of Philox's authors, and reference.py the bits of philox_bits. tests/c tests
+    more."""
     zeros = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     assert philox_bits(0, 0, 8)[::2].tolist() == zeros
     assert philox_bits(0, 0, 8)[1::2].tolist() == [0xB7095F6F, 0x3F640D89, 0x1F814F12, 0x0A484F73]
@@ -209,8 +209,7 @@ def test_compiled_masks_without_fallback_random(device: str) -> None:
     assert not torch.equal(a, b)
     (grad,) = torch.autograd.grad(a, x, torch.ones_like(a))
     assert torch.equal(grad != 0, a != 0)
-    # Each of 1e5 elements is kept with probability 0.6. The number of kept elements must be within 6 standard
-    # deviations of its mean.
+    # Each of 1e5 elements is kept with probability 0.6. The count is within 6 standard deviations of its mean.
     assert abs((a != 0).sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
 
 
@@ -242,8 +241,7 @@ def test_module_is_torchs(device: str) -> None:
 
 
 def test_module_in_place(device: str) -> None:
-    """nn.Dropout with inplace=True writes its result into the memory of its input. The leaf from which the input was
-    computed still gets the right gradient."""
+    """nn.Dropout with inplace=True writes its result into its input's memory. The leaf gets the right gradient."""
     leaf = torch.randn(1000, device=device, requires_grad=True)
     x = leaf * 1
     y = Dropout(0.3, inplace=True)(x)
@@ -255,8 +253,7 @@ def test_module_in_place(device: str) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(device: str) -> None:
-    """In a tensor of 2^31 + 5 elements, the mask of the last elements is that of their 64-bit indices, and not of
-    indices that wrapped around at 32 bits."""
+    """The last of 2^31 + 5 elements have the mask of their 64-bit indices, not of indices that wrap around."""
     x = torch.ones(2**31 + 5, dtype=torch.bfloat16, device=device)
     y = op(x, 0.5, 8)[-4099:]
     assert torch.equal(y.cpu() != 0, mask(8, 0.5, 2**31 + 5 - 4099, 4099))
@@ -277,8 +274,7 @@ def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_no_tensor_to_draw_a_seed_for(name: str) -> None:
-    """If x is not a tensor, a function with dropout raises an error that says so. It does so before it draws a seed,
-    for which it needs x's device."""
+    """If x is not a tensor, a function with dropout raises an error before it draws a seed, on x's device."""
     function, more = getattr(extension_cpp, name), {} if name == "dropout" else {"normalized_shape": (6,)}
     x = {"residual": torch.ones(4, 6)} if name.startswith("add") else {}
     for other, got in ((None, "None"), ([1.0], "list")):

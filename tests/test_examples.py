@@ -46,8 +46,8 @@ def small_recurrent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """recurrent_text trains with each of its three recurrences. In 12 steps their losses differ by at most 1e-5 nats
-    per byte, which are rounding errors of float32."""
+    """The losses of recurrent_text's three recurrences differ by float32 rounding only: 1e-5 nats per byte in 12
+    steps."""
     assert recurrent(tmp_path, "--recurrence", "ours", "loop", "torch", "--steps", 12) == 0
     assert len(re.findall(r"^(ours|loop|torch) +loss .* [\d.]+ ms a step", capsys.readouterr().out, re.MULTILINE)) == 3
     header, *rows = (tmp_path / "curves.csv").read_text().splitlines()
@@ -99,9 +99,8 @@ def test_recurrent_text_without_the_scan_of_torch(
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs examples.accessor.compare once for all tests, because compiling against ATen takes long. Returns its output
-    folder. With DEBUG=1, this package's files are compiled for only one instruction set. This changes the measured
-    compile time, which no test reads."""
+    """Runs examples.accessor.compare once for all tests and returns its output folder. DEBUG=1 compiles this package's
+    files faster, for one instruction set. No test reads the measured compile time."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
     told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
@@ -135,9 +134,8 @@ def test_accessor_benchmark(compared: Path) -> None:
     assert re.search(r" ms a call$", run("examples/accessor/benchmark.py", TORCH_EXTENSIONS_DIR=compared), re.MULTILINE)
 
 
-# Replacements in the notebook's code that make it faster without --slow. Graphs are captured but not compiled by
-# Inductor, which compiles every op in tests/battery/test_graphs.py. Timings are short, because the test does not read
-# them.
+# Replacements that make the notebook faster without --slow. Inductor is left out, because test_graphs.py compiles every
+# op by Inductor, and timings are short, because the test does not read them.
 SHORTER = {"compile(network, fullgraph=True": 'compile(network, backend="aot_eager", fullgraph=True'}
 SHORTER |= {"min_run_time=0.5": "min_run_time=0.05"}
 

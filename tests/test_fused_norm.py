@@ -75,9 +75,8 @@ def used(name: str, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
-    """Asserts that the sum s and, on the CPU, the norm y have the same bits in both results. On a GPU, a fused kernel
-    may add the elements of a row in another order. y may then differ by log2(cols) roundings of mean and rstd, and by
-    one rounding of its own."""
+    """Asserts that the sum s and, on the CPU, the norm y have the same bits. On a GPU, a fused kernel may sum a row in
+    another order. y then differs by log2(cols) roundings of mean and rstd, and by one of its own."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if i > 0 or not a.is_cuda:
             assert torch.equal(a, b)
@@ -104,8 +103,8 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """A row has the same results in a small tensor and in a large one. For a large tensor, a GPU kernel may use
-    clusters or an L2 cache policy."""
+    """A row has the same results in a small tensor and in a large one, for which a GPU uses clusters or an L2
+    policy."""
     parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # for smaller tensors the GPU uses other kernels
     step = max(1, size // (cols * 4) // 8) * 8  # each part's first row is aligned to 16 bytes
     rows = [torch.randn(parts * step, cols + gap, device=device)[:, :cols] for _ in range(4)]
@@ -127,8 +126,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: 
 @every_add
 @every_dtype
 def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, device: str) -> None:
-    """Without dropout, an op equals the separate calls of addition and norm in every dtype. It rounds the sum s to the
-    dtype, and its norm reads the rounded s."""
+    """Without dropout, an op equals separate addition and norm in every dtype, as its norm reads the rounded sum."""
     leaves = inputs(1025, dtype, device)
     assert_same(fused(name, *leaves, 0.0, 0), composed(name, *leaves, 0.0, 0))
 
@@ -169,15 +167,13 @@ def test_half_inputs_against_float64(
 def test_forward_at_many_widths(
     dtype: torch.dtype, weights: torch.dtype | None, p: float, name: str, device: str
 ) -> None:
-    """Forward is right at row widths that together reach all of the GPU's kernels for large tensors. For small tensors
-    the GPU uses other kernels."""
+    """Forward is right at widths that reach all of the GPU's kernels for large tensors. Small ones have others."""
     for cols in NORM_WIDTHS:
         rows = (5 << 19) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         leaves = inputs(cols, dtype, device, rows, weights)
         exact = composed(name, *(t.detach().double() for t in leaves), p, 3)
         for a, b in zip(fused(name, *leaves, p, 3), exact, strict=True):
-            # The bound is that of test_half_inputs_against_float64, plus log2(cols) float32 roundings in the row's
-            # sums.
+            # test_half_inputs_against_float64's bound, plus log2(cols) float32 roundings in the sums of a row.
             bound = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 
@@ -199,8 +195,7 @@ def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: 
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, device: str) -> None:
-    """Gradients are right at row widths that together reach all of the GPU's backward kernels for large tensors, of
-    which half types have many. For small tensors the GPU uses other kernels."""
+    """Gradients are right at widths that reach all of the GPU's kernels for large tensors. Small ones have others."""
     drop = (lambda t: ops.dropout(t, p, seed_of(t.device, 3))) if p else (lambda t: t)
     eps = torch.finfo(dtype).eps
     for cols in NORM_WIDTHS:
@@ -382,8 +377,7 @@ def test_nothing_is_drawn_without_dropout(name: str, device: str) -> None:
 
 @every_fused
 def test_everything_dropped_of_what_is_not_finite(name: str, device: str) -> None:
-    """With p = 1, an add norm replaces x by zeros even if x is NaN, as dropout does. layer_norm_dropout then returns
-    zeros."""
+    """With p = 1, an add norm replaces x by zeros even if x is NaN, and layer_norm_dropout returns zeros."""
     leaves = inputs(64, torch.float32, device)
     with torch.no_grad():
         leaves[0].fill_(float("nan"))
@@ -419,11 +413,9 @@ def kept(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...]) -> Tensor
 
 
 def assert_one_draw(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...], gradients: list[Tensor]) -> None:
-    """Asserts that a backward whose grad_out is all ones used the mask of forward, with p = 0.4.
-
-    In the add norms, x has a nonzero gradient exactly where the mask kept it. In layer_norm_dropout, the gradient of
-    the bias is the number of kept elements in its column times 1 / (1 - p).
-    """
+    """Asserts that a backward with grad_out of ones and p = 0.4 used forward's mask. The gradient of an add norm's x is
+    nonzero where the mask kept x. layer_norm_dropout's bias gradient counts the kept elements of a column, times 1 / (1
+    - p)."""
     mask = kept(name, leaves, outputs)
     if name in ADD:
         assert torch.equal(gradients[0] != 0, mask)
@@ -442,8 +434,7 @@ def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
     masks = [kept(name, leaves, outputs) for outputs in runs]
     assert not torch.equal(*masks)
     for outputs, mask in zip(runs, masks, strict=True):
-        # Each of 1e5 elements is kept with probability 0.6. The number of kept elements must be within 6 standard
-        # deviations of its mean.
+        # Each of 1e5 elements is kept with probability 0.6. The count is within 6 standard deviations of its mean.
         assert abs(mask.sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
         gradients = torch.autograd.grad(outputs, used(name, leaves), [torch.ones_like(o) for o in outputs])
         assert_one_draw(name, leaves, outputs, list(gradients))
@@ -451,8 +442,7 @@ def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
 
 @every_fused
 def test_cuda_graph_replays_fresh_masks(name: str, device: str) -> None:
-    """Each replay of a CUDA graph with forward and backward draws a new mask. Forward and backward of one replay use
-    the same mask."""
+    """Each replay of a CUDA graph draws a new mask, which the forward and the backward in the graph share."""
     if device != "cuda":
         pytest.skip("CUDA graphs need a GPU")
     leaves = inputs(1000, torch.float32, device, rows=100)
@@ -500,8 +490,7 @@ def test_empty(name: str, shape: tuple[int, int], device: str) -> None:
     ids=lambda module: repr(module),
 )
 def test_modules(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
-    """nn.AddLayerNorm and nn.AddRMSNorm have the parameters and state_dict of torch.nn's LayerNorm and RMSNorm. Dropout
-    has an effect only in training."""
+    """nn.AddLayerNorm and nn.AddRMSNorm have torch.nn's parameters and state_dict, and dropout only in training."""
     assert isinstance(ours, type(theirs))
     assert repr(ours) == f"Add{repr(theirs)[:-1]}, p={ours.p})"
     for parameter in theirs.parameters():
@@ -513,16 +502,14 @@ def test_modules(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     torch.testing.assert_close(y, theirs(s))
     _, s = ours.train()(x, residual)
     dropped = (s == residual).float().mean().item()
-    # Each of the x.numel() elements is dropped with probability p. The fraction of dropped elements must be within 6
-    # standard errors of p.
+    # x.numel() elements are dropped with probability p each. Their fraction is within 6 standard errors of p.
     assert abs(dropped - ours.p) <= 6 * (ours.p * (1 - ours.p) / x.numel()) ** 0.5
 
 
 @pytest.mark.slow
 @every_add
 def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
-    """In a tensor of more than 2^31 elements, the last row has the mask of its 64-bit indices, which is also that of
-    dropout."""
+    """The last row of more than 2^31 elements has the mask of its 64-bit indices, which dropout also has."""
     cols = 1 << 16
     x = torch.ones((1 << 15) + 1, cols, dtype=torch.bfloat16, device=device)
     residual = torch.zeros_like(x)
@@ -533,8 +520,8 @@ def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("half", ["x", "residual"])
 def test_autocast_adds_a_half_branch_to_a_float32_residual(name: str, half: str, device: str) -> None:
-    """Under autocast, an add norm of a half-type and a float32 tensor adds them in float32, as ``residual + x`` does,
-    in eager mode and compiled."""
+    """Under autocast, an add norm adds half-type and float32 tensors in float32, as ``residual + x``, eager or
+    compiled."""
     leaves = [
         t.detach().to(torch.bfloat16 if of == half else torch.float32).requires_grad_()
         for of, t in zip(("x", "residual"), inputs(33, torch.float32, device)[:2], strict=True)
@@ -558,8 +545,7 @@ def test_layer_norm_dropout_under_autocast_has_layer_norms_dtype(device: str) ->
 
 @pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm"])
 def test_modules_on_meta_ask_no_autocast(name: str) -> None:
-    """nn.AddLayerNorm and nn.AddRMSNorm work on meta tensors. They must not ask for the state of autocast there,
-    because PyTorch has no autocast on meta and raises an error."""
+    """The modules work on meta tensors, and must not ask for autocast's state, which raises an error on meta."""
     module = getattr(extension_cpp.nn, name)(8, device="meta")
     x = torch.empty(3, 8, device="meta")
     assert [output.shape for output in module(x, x)] == [x.shape, x.shape]

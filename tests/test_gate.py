@@ -1,5 +1,4 @@
-"""Tests that swiglu and geglu of the two halves of a packed tensor copy no half, and give the same bits as for two
-contiguous tensors."""
+"""Tests that swiglu and geglu read halves of a packed tensor without copies, with the bits of contiguous tensors."""
 
 import functools
 import itertools
@@ -36,9 +35,8 @@ def drawn() -> Tensor:
 @every_gate
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
-    """gate and up as halves of a packed tensor give the same bits as gate and up as contiguous tensors. The widths and
-    offsets reach kernels with 16-byte vectors, with narrower vectors and with none. They also reach work items of
-    several rows, and rows of several work items."""
+    """Halves of a packed tensor give the bits of contiguous tensors. Widths and offsets reach kernels with wide, narrow
+    or no vectors, work items of several rows, and rows of several work items."""
     widths = (1, 2, 6, 8, 31, 32, 64, 65, 66, 128, 1023, 1024, 9000)
     for width, rows, offset in itertools.product(widths, ((5,), (2, 3), (70,)), (0, 1, 2)):
         count = width * torch.Size(rows).numel()

@@ -95,8 +95,7 @@ def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
 def test_losses_of_strips_past_two_to_the_31() -> None:
-    """cross_entropy with the classes along the middle of three dimensions is right for rows whose logits are beyond
-    index 2^31."""
+    """cross_entropy along the middle dimension is right for rows whose logits have indices beyond 2^31."""
     needs_memory(16)
     shape = (3, 30_000, 32_768)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -115,9 +114,8 @@ def test_losses_of_strips_past_two_to_the_31() -> None:
 
 @pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
 def test_rotary_of_more_than_two_to_the_32_threads() -> None:
-    """rotary_embedding is right for a launch of more than 2^32 threads: the last four sequences have the same bits as
-    in a call with these four alone. Each row of 6 columns has three pairs with one thread each, together 4.3e9
-    threads."""
+    """rotary_embedding with 4.3e9 threads, one for each of three pairs in a row of 6 columns, is right: the last four
+    sequences have the bits of a call with these four alone."""
     batch, tokens, width = 131_072, 11_000, 6
     assert batch * tokens * width // 2 > 1 << 32
     needs_memory(36)
@@ -141,8 +139,7 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 
 def recurrence() -> Sample:
-    """Returns a sample of linear_recurrence whose a and b differ in memory order. For such tensors, a separate kernel
-    first computes the addresses of the rows."""
+    """Returns a recurrence with a and b of other memory orders, for which a kernel first computes row addresses."""
     b = leaf(5, 3, 20_000).detach().transpose(0, 1).requires_grad_()
     return Sample((leaf(3, 5, 20_000, seed=1).detach().sigmoid().requires_grad_(), b), {"dim": -1})
 
@@ -152,9 +149,8 @@ def loss(reduction: str) -> Callable[[], Sample]:
     return lambda: Sample((leaf(rows, 8), torch.arange(rows, device="cuda") % 8), {"reduction": reduction})
 
 
-# For each call, its op, its sample, and the numbers of kernels and memsets of its forward. Before a scan over several
-# tiles, a memset clears the memory in which the tiles publish their sums. For a loss of many rows, one kernel adds up
-# parts of the rows, and another one adds up the sums of the parts.
+# For each call: its op, its sample, and its forward's numbers of kernels and memsets. A memset clears the memory in
+# which a scan's tiles publish sums. A loss of many rows takes further kernels that add up the rows.
 CALLS: dict[str, tuple[str, Callable[[], Sample], int, int]] = {
     "cumsum along rows": ("cumsum", lambda: Sample((leaf(2, 1_000_003), -1)), 1, 1),
     "cumsum along columns": ("cumsum", lambda: Sample((leaf(300_001, 5), 0)), 1, 1),
@@ -166,8 +162,7 @@ CALLS: dict[str, tuple[str, Callable[[], Sample], int, int]] = {
 
 
 def on_gpu(call: Callable[[], object]) -> list[Any]:
-    """Returns the GPU events of a call, recorded by the profiler. The call runs twice and the second run counts,
-    because the first run of a profiler may miss kernels."""
+    """Returns the GPU events of a call, which runs twice, because a profiler's first run may miss kernels."""
     for _ in range(2):
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -226,9 +221,8 @@ def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
     "name, shape", [("softmax", (264, 40_000)), ("strips", (300, 4096, 8)), ("norm", (264, 40_960))]
 )
 def test_clusters_give_the_same_bits_each_time(name: str, shape: tuple[int, ...]) -> None:
-    """Kernels with clusters give the same bits in every run, also while kernels of another stream occupy some SMs. A
-    CTA that writes into another CTA's shared memory too early, before the other CTA has started or has read the
-    previous value, gives wrong results only in some of such runs."""
+    """Kernels with clusters give the same bits in every run. A CTA that writes too early into the shared memory of
+    another CTA gives wrong results only in some runs, beside kernels of another stream that occupy some SMs."""
     x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     other, side = torch.randn(1 << 22, device="cuda"), torch.cuda.Stream()
 

@@ -37,8 +37,7 @@ DTYPES = ("float32", "bfloat16")
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory) -> Path:
-    """Builds the copy for this machine (a "variant" for `kernels`) and returns its folder. The kernels' object files
-    are those of the tested library, and only the C++ shims are compiled, for another namespace."""
+    """Builds a variant, the copy for this machine, and returns its folder. Only the C++ shims are compiled again."""
     build = info.read_build()
     assert build is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GLIBC")}
@@ -79,8 +78,7 @@ def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
 
 @pytest.mark.slow
 def test_the_copy_names_the_package_nowhere(variant) -> None:
-    """The copy's files do not import the package, and do not call or register its operators. Otherwise the copy would
-    use the installed package instead of itself."""
+    """The copy's files do not import the package or name its operators, which would use the installed package."""
     imports, operators = r"^\s*(from|import) extension_cpp\b", r"torch\.ops\.extension_cpp(?!\.\*)"
     registered = r"\bregister\w*\(\s*f?\"extension_cpp::"
     for path in variant.rglob("*.py"):

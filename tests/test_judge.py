@@ -1,6 +1,5 @@
-"""Tests that judge.py rejects wrong outputs and gradients of every op in every dtype. No kernel runs, except in the
-test without `terms`. Right results are those of the reference, rounded, and wrong results are made from the right
-ones."""
+"""Tests that judge.py rejects wrong results of every op in every dtype. Right results are the reference's, rounded, and
+wrong ones are made from them. Kernels run only in the test without `terms`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -106,9 +105,8 @@ INDEPENDENT = [spec for spec in all_specs() if spec.from_saved is None and not s
 
 @pytest.mark.parametrize("spec", INDEPENDENT, ids=str)
 def test_without_terms_numbers_are_changed(spec: OpSpec) -> None:
-    """Without `terms`, as in the spec of a new package, the judge accepts the results of every op's kernels, and
-    rejects zeros, a wrong sign and a factor of 1.05. Ops whose backward reads outputs rounded to a half type are left
-    out."""
+    """Without `terms`, as in a new package, the judge accepts the results of an op's kernels, and rejects zeros, a
+    wrong sign and a factor of 1.05. Ops whose backward reads outputs rounded to a half type are left out."""
     spec = replace(spec, terms=None)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for sample in spec.sample_inputs(maker("cpu", dtype), (5, 257)):

@@ -24,9 +24,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[str]]:
-    """Profiles a call. Returns the names of the operators that it runs, and of its GPU kernels without memcpy and
-    memset.
-    """
+    """Returns the names of the operators and of the GPU kernels that a call runs, without memcpy and memset."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for _ in range(2):  # the first run of a profiler may miss kernels
         with profile(activities=activities) as profiler:
@@ -43,8 +41,7 @@ def fake_mode(spec: OpSpec) -> FakeTensorMode:
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
-    """Runs a sample's forward, backward and, if it has one, double backward, and returns the recorded operator
-    calls."""
+    """Runs a sample forward, backward and, if it can, twice backward, and returns the recorded operator calls."""
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]

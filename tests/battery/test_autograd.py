@@ -50,8 +50,7 @@ def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) ->
 @every_differentiable_op
 @every_dtype
 def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Each operator, also those of backward, returns the same values for dual tensors, which have tangents, as for
-    plain tensors."""
+    """Each operator, also in backward, returns the same values for dual tensors as for tensors without tangents."""
     for sample in spec.sample_inputs(maker(device, dtype), (5, 33)):
         for each in (sample, *([with_float_weights(sample)] if spec.float_weights and dtype.itemsize == 2 else [])):
             for op, args, kwargs in calls_of_every_order(spec, each, "contiguous").made:
@@ -178,8 +177,7 @@ def _derivatives(
 
 @every_differentiable_op
 def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
-    """Gradients are right for every subset of the inputs that require grad and of the outputs that are used.
-    test_gradcheck uses all inputs and all outputs at once."""
+    """Gradients are right if any subset of the inputs requires grad and any subset of the outputs is used."""
     for sample in spec.sample_inputs(maker(device, torch.float64, seed=4), (3, 5)):
         tensors = [i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad]
         count = len(as_tuple(spec.function(*sample.args, **sample.kwargs)))
@@ -251,8 +249,7 @@ def test_autocast(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_vmap(spec: OpSpec, device: str) -> None:
-    """vmap over a new dimension of all floating-point tensors gives the outputs and gradients of one call per
-    element."""
+    """vmap over a new dimension of all floating-point tensors equals one call per element, also in gradients."""
     calls = [list(spec.sample_inputs(maker(device, torch.float32, seed=seed), (4, 33))) for seed in (1, 2, 3)]
     for same in zip(*calls, strict=True):
         batched = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in same[0].args]
@@ -274,8 +271,7 @@ def test_vmap(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_vmap_over_an_empty_batch(spec: OpSpec, device: str) -> None:
-    """If vmap maps one argument over a batch of size 0, outputs and gradients have the shapes of a call without vmap,
-    with a first dimension of 0 in front."""
+    """If vmap maps an argument over a batch of size 0, results and gradients have a first dimension of 0."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (4, 33)):
         function, alone = functools.partial(spec.function, **sample.kwargs), run(spec.function, sample, torch.ones_like)
         for place in (i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad):

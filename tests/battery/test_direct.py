@@ -202,8 +202,7 @@ class Seen(Tensor):
 @every_differentiable_op
 @pytest.mark.parametrize("as_parameter", [False, True])
 def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bool) -> None:
-    """If any argument, also an optional one, is a tensor subclass, the call goes through the dispatcher, and the
-    subclass sees the operator."""
+    """If any argument, also an optional one, is a tensor subclass, the call goes through the dispatcher."""
     sample = sample_of(spec, device)
     for i, x in enumerate(sample.args):
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -270,8 +269,7 @@ def test_saved_tensors_hooks(spec: OpSpec, device: str) -> None:
 
 
 def _in_a_thread(call: Callable[[], Any]) -> Any:
-    """Runs a call in a second thread, while the first thread is in a dispatch mode. The mode must not affect the
-    call."""
+    """Runs a call in a thread, while another thread is in a dispatch mode, which must not affect the call."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     with DispatchRecorder():

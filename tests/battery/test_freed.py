@@ -1,5 +1,4 @@
-"""Tests that every op raises an error for a tensor whose storage was freed, as FSDP frees it, and names the
-argument."""
+"""Tests that every op raises an error for a tensor whose storage was freed, as FSDP does, and names the argument."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,7 @@ def freed(like: Tensor, offset: int) -> Tensor:
 
 
 def with_one_freed(args: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """Yields the index of a tensor, and the arguments with this tensor freed. Each tensor is freed once with a storage
-    offset of 0 and once with one of 3."""
+    """Yields the arguments with one tensor freed, and its number: each tensor with two different storage offsets."""
     for i, x in enumerate(args):
         for offset in (0, 3) if isinstance(x, Tensor) and x.numel() > 0 else ():
             yield i, [*args[:i], freed(x, offset), *args[i + 1 :]]
@@ -54,8 +52,7 @@ def sentence_of(op: str, name: str) -> str:
 
 @every_op
 def test_freed_arguments_get_a_sentence(spec: OpSpec, device: str) -> None:
-    """With a freed argument, the op's function and its operators of forward, backward and second order, and their
-    no-grad overloads, raise an error that names the argument."""
+    """The op's function, all operators that it calls in any order, and no-grad overloads name the freed argument."""
     refused = set()
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:

@@ -115,8 +115,7 @@ class EveryOp(torch.nn.Module):
 
 
 def test_compile_with_inductor(device: str) -> None:
-    """Inductor compiles forward and backward of all ops in one graph, with sums of PyTorch after each op. Results and
-    gradients are those of eager mode."""
+    """Inductor compiles forward and backward of all ops, mixed with PyTorch's, in one graph, with the right results."""
     torch._dynamo.reset()
     make = maker(device, torch.float32, layout=PERMUTED)
     samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
@@ -151,8 +150,7 @@ def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
 
 
 def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
-    """Checks that the fakes of all operators that the sample calls return the shapes, dtypes and strides of the real
-    results."""
+    """Checks that the fakes of all operators that a sample calls have the real results' shapes, dtypes and strides."""
     mode = fake_mode(spec)
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
@@ -176,8 +174,7 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
 
 @every_op
 def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
-    """For bfloat16 inputs in several layouts, also with float32 weights and for empty tensors, fakes return the strides
-    of the real results."""
+    """Fakes return the real results' strides for many layouts in bfloat16, float32 weights and empty tensors."""
     some = [((6, 33), "contiguous"), ((1, 3, 1, 5), "transposed"), ((3, 0), "transposed")]
     for shape, layout in [*some, *(((2, 3, 4, 37), layout) for layout in LAYOUTS)]:
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
@@ -209,8 +206,7 @@ ANY_STRIDES = st.builds(
 def test_fake_has_the_real_strides_of_any_layout(
     spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
 ) -> None:
-    """For inputs with random dimension orders, gaps, offsets, expanded dimensions and sizes, fakes return the strides
-    of the real results."""
+    """Fakes return the real results' strides for random dimension orders, gaps, offsets, expansions and sizes."""
     turns = itertools.cycle([maker(device, torch.float32, layout=layout) for layout in (first, second)])
     for sample in spec.sample_inputs(lambda shape: next(turns)(shape), shape):
         _check_fakes(spec, sample, second, f"{shape} {first}, others {second}")
@@ -262,9 +258,8 @@ WAYS = [
 def test_captured_graphs_train(
     spec: OpSpec, capture: str, gradients: bool, device: str, request: pytest.FixtureRequest
 ) -> None:
-    """A captured graph gives the results and all gradients of eager mode, even if it was captured under no_grad.
-    Without --slow, one sample per op is captured under no_grad, because all samples then run the same code of the
-    package."""
+    """A graph gives the results and all gradients of eager mode, even if it was captured under no_grad. Without --slow,
+    one sample per op is captured under no_grad, because all samples then run the same code."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     if capture == "jit.trace" and spec.lists and spec.mutates:

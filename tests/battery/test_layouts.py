@@ -34,9 +34,8 @@ def leaves_of(make: Make, change: Callable[[Tensor], Tensor]) -> Make:
 
 
 def same(x: Tensor, y: Tensor, has_products: bool) -> bool:
-    """Returns whether two tensors have the same bits, where all NaN are equal. For an op with matrix products it allows
-    a difference of 16 eps, because PyTorch may pick another kernel for other strides, which adds 33 products in another
-    order."""
+    """Returns whether two tensors have the same bits, where all NaN are equal. Matrix products may differ by 16 eps,
+    because PyTorch may pick another kernel for other strides, which adds 33 products in another order."""
     if x.shape != y.shape or not torch.equal(x.isnan(), y.isnan()):
         return False
     if x.numel() == 0:

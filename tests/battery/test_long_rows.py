@@ -18,8 +18,7 @@ WIDTH = 20_000  # three chunks of 8192 columns, of which the last is incomplete
 @every_dtype
 @pytest.mark.parametrize("falling", [False, True])
 def test_maximum_in_a_later_chunk(spec: OpSpec, dtype: torch.dtype, falling: bool, device: str) -> None:
-    """Results are right if each chunk of a row has a larger maximum than the chunk before, or a smaller one
-    (`falling`)."""
+    """Results are right if each chunk of a row has a larger (with `falling`, a smaller) maximum than the one before."""
 
     def make(shape: Sequence[int]) -> Tensor:
         row = torch.linspace(0, 9, shape[-1] if shape else 1, dtype=torch.float64, device=device)

@@ -20,8 +20,8 @@ def written(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
 
 @every_writing_op
 def test_every_written_argument_counts_a_version(spec: OpSpec, device: str) -> None:
-    """A call increases the version counters of the arguments that it writes, by which autograd detects the writes, and
-    no other argument's counter."""
+    """A call increases the version counter, by which autograd detects writes, of exactly the arguments that it
+    writes."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
         before = [x._version if isinstance(x, torch.Tensor) else 0 for x in sample.args]
         spec.in_place(*sample.args, **sample.kwargs)
@@ -33,8 +33,7 @@ def test_every_written_argument_counts_a_version(spec: OpSpec, device: str) -> N
 
 @every_writing_op
 def test_other_arguments_and_gaps_are_not_written(spec: OpSpec, device: str) -> None:
-    """An op writes the same values into a non-contiguous argument as into a contiguous one, and nothing into its
-    gaps."""
+    """An op writes the same values into a non-contiguous argument as into a contiguous one, and not into gaps."""
     for layout in ("sliced", "padded", "offset", "transposed"):
         given = spec.sample_inputs(maker(device, torch.float32, layout=layout), (6, 33))
         for sample, usual in zip(given, spec.sample_inputs(maker(device, torch.float32), (6, 33)), strict=True):
@@ -49,8 +48,7 @@ def test_other_arguments_and_gaps_are_not_written(spec: OpSpec, device: str) -> 
 
 @every_writing_op
 def test_memory_that_overlaps_is_refused(spec: OpSpec, device: str) -> None:
-    """A call raises an error if elements of a written argument share memory with each other or with another
-    argument."""
+    """A call raises an error if a written argument shares memory with itself or with another argument."""
     sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
     for name, x in written(spec, sample).items():
         place = spec.names.index(name)

@@ -10,9 +10,8 @@ from tests.battery import calls_of_every_order, every_dtype, every_op, fake_mode
 from tests.checks import as_tuple, maker
 from tests.opspec import DTYPES, OpSpec
 
-# Values of numeric options: the largest and the smallest normal number of each dtype, numbers that are in the range of
-# some dtypes only, and special values. 1e5, for example, overflows float16, but float16 kernels take options as
-# float32.
+# Values of numeric options: each dtype's largest and smallest normal number, numbers in the range of some dtypes only,
+# and special values. Float16 kernels, for example, take 1e5, which overflows float16, as float32.
 LIMITS = [limit for dtype in DTYPES for limit in (torch.finfo(dtype).max, torch.finfo(dtype).tiny)]
 VALUES = [*LIMITS, 1e5, 1e-40, 1e-310, 0.0, 1.0, -0.5, math.inf, math.nan]
 

@@ -36,8 +36,8 @@ def test_every_pair_of_options(spec: OpSpec, dtype: torch.dtype, device: str) ->
         with torch.no_grad():
             outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
         for output, with_gradients in zip(outputs, ours.outputs, strict=True):
-            # Under no_grad, PyTorch may choose another kernel for a matrix product, which adds in another order. A sum
-            # of 33 products may then differ by 16 eps.
+            # Under no_grad, PyTorch may pick another kernel for a matrix product, whose sums of 33 products differ by
+            # 16 eps.
             tolerance = 16 * torch.finfo(output.dtype).eps if spec.has_products else 0.0
             assert torch.allclose(output, with_gradients, tolerance, tolerance), (
                 f"{spec.name} {shape} {chosen}: without gradients"

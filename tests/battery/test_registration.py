@@ -30,8 +30,7 @@ def test_every_operator_says_what_autograd_does() -> None:
 
 
 def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> None:
-    """Every public op's entry in ops.py has the keywords "nested" and "sharding", which say what the op does with
-    nested tensors and DTensors."""
+    """Every public op's entry in ops.py says what the op does with nested tensors and with DTensors."""
     calls = [node for node in ast.walk(ast.parse(Path(ops.__file__).read_text())) if isinstance(node, ast.Call)]
     entries = {
         call.args[0].value: {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -48,8 +47,7 @@ def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> Non
 
 
 def test_every_operator_that_writes_counts_versions() -> None:
-    """Every operator that writes an argument has the kernel that increases version counters. Without it, a backward
-    could read overwritten values unnoticed."""
+    """Every operator that writes increases version counters. Without that, backward could read overwritten values."""
     writing = [name for name in names() if "!" in str(overload_of(name)._schema)]
     assert lacking(writing, "ADInplaceOrView") == []
     assert not set(names()) - set(writing) - set(lacking(names(), "ADInplaceOrView"))

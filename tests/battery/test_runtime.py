@@ -46,9 +46,8 @@ VIEWS_AND_COPIES = {
 
 @pytest.mark.parametrize("spec", timed_specs(), ids=str)
 def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
-    """Of PyTorch's operators, an op calls only those for allocations, views and copies. On a GPU, it launches the
-    number of kernels that its spec gives, both for rows that one CTA processes and for rows that a cluster
-    processes."""
+    """Of PyTorch's operators, an op calls only allocations, views and copies. On a GPU, it launches as many kernels as
+    its spec says, both for rows that one CTA processes and for rows that a cluster processes."""
     for shape in [(4096, 1024), (2100, 16384), (1100, 50304)] if device == "cuda" else [(300, 1024)]:
         sample = spec.bench.sample(maker(device, torch.float32), shape)
         outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
@@ -95,8 +94,7 @@ def test_deterministic_at_any_number_of_threads(spec: OpSpec, dtype: torch.dtype
     try:
         digests = set()
         # PyTorch's matrix products on the CPU add in an order that depends on the number of threads. Ops with products
-        # are therefore run twice with two threads, and not with one, the number that conftest.py sets in xdist's
-        # workers.
+        # are therefore run with two threads both times, a number that conftest.py does not set in xdist's workers.
         for threads in (2, 2) if spec.has_products else (1, 7, 7):
             torch.set_num_threads(threads)
             digests.add(_digest(spec, calls))
@@ -242,8 +240,7 @@ def test_threads_launch_different_sizes(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
-    """An op's kernels run on PyTorch's current stream, so that results are right on a side stream and in a CUDA
-    graph."""
+    """An op's kernels run on the current stream: results are right on a side stream and in a CUDA graph."""
     if device != "cuda":
         pytest.skip("CUDA streams need a GPU")
     sample = convert(next(iter(spec.sample_inputs(maker(device, torch.float32), (512, 1024)))), torch.float32)
@@ -296,9 +293,8 @@ def test_every_launch_is_on_the_current_stream(spec: OpSpec, device: str) -> Non
 @every_op
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
-    """An op runs on the GPU of its tensors while another GPU is current. The second GPU's current stream is a side
-    stream, on which a launch without a device guard fails. On the default stream it would run on the first GPU
-    unnoticed."""
+    """An op runs on its tensors' GPU while another GPU is current. The second GPU's current stream is a side stream, on
+    which a launch without a device guard fails. A default stream would run it on the first GPU unnoticed."""
     default = torch.cuda.current_stream(1)
     torch.cuda.set_stream(torch.cuda.Stream(1))  # makes the second GPU current
     try:

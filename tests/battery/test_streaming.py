@@ -19,8 +19,7 @@ from tests.opspec import OpSpec, Sample
 # Shapes whose rows do not begin at multiples of a cache line, and one with rows of whole cache lines.
 SHAPES = [(9, 331), (4, 1024), (2, 3, 5, 67)]
 DTYPES = (torch.float32, torch.bfloat16)  # for other dtypes, only the block sizes differ
-# Ops with matrix products are left out. Their bits may depend on the number of threads, which the second process
-# chooses.
+# Ops without matrix products, whose bits may depend on the number of threads, which the second process chooses.
 WITHOUT_PRODUCTS = [spec for spec in SPECS if not spec.has_products]
 
 
@@ -33,8 +32,7 @@ def digest_of(function: Callable[..., Any], sample: Sample) -> str:
 
 
 def digests(specs: Iterable[OpSpec] = WITHOUT_PRODUCTS) -> Iterator[str]:
-    """Runs all samples of the specs, and yields a line of text for each, with the op's name and a hash of the
-    results."""
+    """Runs all samples of the specs, and yields for each a line with the op's name and a hash of its results."""
     for spec, dtype in itertools.product(specs, DTYPES):
         samples = (sample for shape in SHAPES for sample in spec.sample_inputs(maker("cpu", dtype), shape))
         for number, sample in enumerate(samples):
@@ -43,9 +41,7 @@ def digests(specs: Iterable[OpSpec] = WITHOUT_PRODUCTS) -> Iterator[str]:
 
 @functools.cache
 def streamed(function: str) -> list[str]:
-    """Returns what the function named `module.function` yields in a process that writes all results with streaming
-    stores.
-    """
+    """Returns what the named function yields in a process that writes all results with streaming stores."""
     module, _, name = function.rpartition(".")
     script = f"from {module} import {name}\nprint(*{name}(), sep='\\n')"
     done = python("-c", script, cwd=ROOT, env={**os.environ, "EXTENSION_CPP_CPU_CACHE": "0"})

@@ -1,5 +1,4 @@
-"""Tests that results and gradients are right for many shapes and layouts in every dtype, also with overflow, infinities
-and NaN."""
+"""Tests that results and gradients are right for many shapes and layouts, also with overflow, infinities and NaN."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -56,8 +55,7 @@ def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str, re
 @every_op
 @every_dtype
 def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right for tensors large enough to fill the GPU, at row widths that reach all of its kernels for such
-    tensors. Other tests of this folder have fewer rows."""
+    """Results are right for tensors large enough to fill the GPU, at widths that reach all kernels for such tensors."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     narrow = (8, 48, 200, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2304, 2560, 3072, 4096, 4608, 5120)
@@ -67,8 +65,7 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     uneven = (18432, 60000, 100000, 118000, 122880)  # some threads of a cluster load one vector more than other threads
     odd = (33, 129, 257, 385, 513, 641, 769, 1025, 1281, 1537, 2049, 2561, 3073, 3585, 4097, 5121, 6145, 8191)
     wide_odd = (8193, 10249, 14001, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
-    # At these widths the last CTA of a cluster gets no elements: at the first one in float32, and at the second one in
-    # a half type with a residual.
+    # The last CTA of a cluster gets no elements, in float32 and, at the second width, in a half type with a residual.
     last_block_empty = (30725, 61449)
     widths = (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty)
     # Ops with matrix products are tested at three widths, because cuBLAS chooses their kernels. One kernel of cuBLAS
@@ -123,9 +120,8 @@ def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str, request: pyte
 @every_op
 @every_dtype
 def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str, request: pytest.FixtureRequest) -> None:
-    """Results are right if the tensors of a call have two layouts in turn. On the CPU, dtypes other than float32 are
-    tested without --slow with only some pairs of layouts, of which each layout is once the first and once the
-    second."""
+    """Results are right if the tensors of a call have two layouts in turn. On the CPU without --slow, dtypes other than
+    float32 have fewer pairs, in which each layout is once the first and once the second."""
     truths: dict[tuple[int, bool, bool], Expected] = {}
     pairs = list(itertools.permutations(LAYOUTS, 2))
     if dtype is not torch.float32 and device == "cpu" and not request.config.getoption("--slow"):
@@ -145,9 +141,8 @@ def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str, request: p
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # 4 and 8 elements per 16-byte vector
 def test_one_operand_in_another_layout(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right if a single input or grad_out has another layout than the other tensors. A kernel may load
-    vectors only if all tensors are aligned. Rows of 12 elements are not a multiple of a half type's 8-element
-    vectors."""
+    """Results are right if a single input or grad_out has another layout. A kernel may load vectors only if all tensors
+    are aligned. Rows of 12 elements are not a multiple of a half type's 8-element vectors."""
     for shape in [(8, 12), (5, 264)] if device == "cuda" else [(8, 12)]:
         for sample in spec.sample_inputs(maker(device, dtype), shape):
             expected = expect(spec, sample)
@@ -210,8 +205,8 @@ def test_nan_and_inf_at_each_position(
 def test_hostile_numbers(
     spec: OpSpec, dtype: torch.dtype, device: str, mean: float, spread: float, request: pytest.FixtureRequest
 ) -> None:
-    """Results are right for numbers far from 1: numbers that overflow, subnormal numbers, and large exponents of exp.
-    On a GPU, a width of 1024 also tests the kernels for aligned rows."""
+    """Results are right for overflow, subnormal numbers, and both ends of exp's range. On a GPU, a width of 1024 also
+    tests kernels for aligned rows."""
     slow = request.config.getoption("--slow")
     rows = 33 if slow else 9
     for width in (1025, 1024) if slow or device == "cuda" else (1025,):
@@ -241,8 +236,7 @@ def last_rows(sample: Sample, rows: int, count: int) -> Sample:
 
 
 def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict[str, torch.Tensor]:
-    """Runs the sample. Returns the last `count` rows of its results, and of the gradients of inputs with `rows` rows.
-    The other rows are freed."""
+    """Runs the sample. Returns the last `count` of `rows` rows of its results and gradients, and frees the others."""
 
     def last(x: torch.Tensor) -> torch.Tensor:
         return x.detach()[-count:].clone() if x.shape[:1] == (rows,) else x.detach()
@@ -257,9 +251,7 @@ def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict
 
 
 def differences(spec: OpSpec, sample: Sample, rows: int, count: int) -> list[str]:
-    """Returns the names of results and gradients whose last `count` rows differ from those of a call with only these
-    rows.
-    """
+    """Returns the names of results and gradients whose last rows differ from those of a call with only these rows."""
     many = results_of_last(spec, sample, rows, count)
     few = results_of_last(spec, last_rows(sample, rows, count), count, count)
     return [name for name in many if not torch.equal(many[name], few[name])]
@@ -292,8 +284,8 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
             x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
             return x.requires_grad_(device == "cuda")
 
-        # The dimension of size 1 keeps the rows separate in norms over two dimensions. cross_entropy takes the classes
-        # along dimension 1.
+        # The dimension of size 1 separates rows in norms over two dimensions. cross_entropy takes classes in dimension
+        # 1.
         return spec.sample_inputs(make, (rows, cols) if spec.name == "cross_entropy" else (rows, 1, cols))
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]
