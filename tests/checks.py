@@ -17,8 +17,7 @@ from tests.opspec import COMPUTED, Make, OpSpec, Sample, as_tuple, leaves
 
 __all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # re-exports names of judge.py for the tests
 
-# Row widths in elements, multiples of 16 bytes, for which one CTA holds a row. The norms have one or two kernels for
-# each.
+# Row widths in elements. Rows are multiples of 16 bytes and fit into a CTA. The norms have one or two kernels for each.
 NORM_WIDTHS = (
     *(64, 256, 384, 512, 640, 768, 1000, 1024, 1280, 1536, 1800, 2048, 2304, 2560, 3072, 4096, 4608, 5120, 6144),
     *(7168, 8192, 9216, 10240, 11264, 12288, 13312, 14336, 15000, 16000, 16384),
@@ -128,8 +127,7 @@ def maker(
 
 
 def rows_for(device: str, rows: int, cols: int) -> int:
-    """Returns `rows` on a GPU, where it decides which kernel runs. On the CPU, fewer rows make enough blocks of
-    work."""
+    """Returns `rows` on a GPU, where it decides which kernel runs. The CPU's kernels need only a few blocks of rows."""
     return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
 
 

@@ -1,5 +1,4 @@
-"""Defines pytest's options and the devices, and poisons new memory, so that a test sees elements that no kernel
-wrote."""
+"""Defines pytest's options and devices, and poisons new memory, so that a test sees elements that no kernel wrote."""
 
 import atexit
 import ctypes

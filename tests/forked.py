@@ -72,8 +72,7 @@ def _become(request: dict) -> None:
 
 
 def _end(request: dict) -> NoReturn:
-    """Runs the requested command and exits as the interpreter would, except that it saves the time to destroy
-    modules."""
+    """Runs the requested command and exits as the interpreter would, but without the slow destruction of modules."""
     returned = 0
     try:
         _become(request)

@@ -42,8 +42,7 @@ def load_allocator(folder: str) -> ctypes.CDLL:
 
 
 def damaged_by(library: ctypes.CDLL, call: Callable[[], object]) -> int:
-    """Returns how many blocks freed during the call have damaged guard bytes. Tensors that outlive it are not
-    checked."""
+    """Returns how many blocks freed during the call have damaged guard bytes. Other blocks are not checked."""
     before = library.guarded_damaged()
     call()
     return int(library.guarded_damaged() - before)
@@ -56,8 +55,7 @@ def write_behind() -> None:
 
 
 def run_samples(spec: OpSpec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Runs some samples forward and backward. They are made here, so that this function's return frees their
-    tensors."""
+    """Runs some samples forward and backward. They are made here, so that their tensors are freed on return."""
     for sample in itertools.islice(spec.sample_inputs(maker("cuda", dtype), shape), SAMPLES):
         forward_and_backward(spec, sample)
 

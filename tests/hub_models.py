@@ -43,8 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", DECODER | {"sliding_window": 8}),
     "gpt2": ("GPT2", GPT2),
 }
-# Maps names of Hugging Face's kernel layers to classes of layers.py. transformers itself sets the names of the first
-# two lines.
+# Maps Hugging Face's names of kernel layers to classes of layers.py. name_layers sets the names of the last line.
 LAYERS = {"RMSNorm": "RMSNorm", "SiLU": "SiLU", "GeLU": "GeLU", "GeluTanh": "GeluTanh", "NewGELU": "GeluTanh"}
 LAYERS |= {"rotary_pos_emb": "RotaryPosEmb"}
 LAYERS |= {name: name for name in ("LayerNorm", "GemmaRMSNorm", "SwiGLUMLP", "GeGLUMLP")}

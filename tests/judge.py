@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_map
 
 from tests.opspec import Call, OpSpec, Sample, Terms, as_tuple, leaves
 
-# In float64 the reference has errors as large as the op's, and adds in another order. `c` must cover the errors of
-# both.
+# In float64 the reference has rounding errors, too, and adds in another order. `c` must cover its errors and the op's.
 LEAST_C_OF_FLOAT64 = 32.0
 # `perturbed` runs the reference DRAWS times with all numbers changed at random by up to eps, and takes each element's
 # largest change. For a sum of few terms this is near the largest possible change. For n terms it is about sqrt(n) times

@@ -21,8 +21,7 @@ def steps_of(x: Tensor, dim: int, reverse: bool = False) -> list[Tensor]:
 
 
 def back(steps: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Returns a contiguous tensor with time along `dim`. In `steps`, time is dimension 0, in the order of
-    calculation."""
+    """Moves the time dimension of `steps`, which is dimension 0 in the order of calculation, to dimension `dim`."""
     return (steps.flip(0) if reverse else steps).movedim(0, dim).contiguous()
 
 

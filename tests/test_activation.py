@@ -33,9 +33,8 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, ...]:
     return _of_logistic(x, C * x + D * x**3, C + 3 * D * x * x, 6 * D * x)
 
 
-# For each op: the op, its exact value and derivatives in float64, and a bound of its relative error in eps, which
-# counts the formula's roundings. gelu_tanh also rounds u three times, and exp(u) has |u| <= 103 times u's relative
-# error.
+# For each op: the op, its exact value and derivatives in float64, and a bound of its relative error in eps, from the
+# formula's roundings. gelu_tanh also rounds u three times, and exp(u) has |u| <= 103 times u's relative error.
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, ...]], float]] = {
     "silu": (extension_cpp.silu, _silu, 8),
     "gelu": (extension_cpp.gelu, _gelu, 12),

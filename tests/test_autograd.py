@@ -131,8 +131,7 @@ def test_other_schemas_are_refused(schema) -> None:
 
 
 def test_lists_in_torchs_own_registration() -> None:
-    """In PyTorch's register_autograd, a list has no torch.func.grad, no vmap and zero tangents
-    (docs/registration.md)."""
+    """With PyTorch's register_autograd, torch.func.grad and vmap reject a list, as docs/registration.md says."""
     op = "autograd_test::total_of_list"
     library.define("total_of_list(Tensor[] xs) -> Tensor")
     library.impl("total_of_list", lambda xs: torch.stack(xs).sum(0), "CPU")

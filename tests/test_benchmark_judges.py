@@ -121,8 +121,7 @@ def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
 
 def test_gradients_have_a_distance_and_a_scale() -> None:
     """A gradient's distance is the norm of its error, and its scale the error along the exact gradient. Beside a stock
-    model with an error of 10 %, a factor of 1.05 exceeds only the scale's bound, and another error only the
-    distance's."""
+    model with an error of 10 %, a factor of 1.05 exceeds only the scale's bound, and noise only the distance's."""
     exact, *noise = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
     beside = gradients.errors({"w": exact + 0.1 * noise[0]}, {"w": exact})
     assert gradients.wrong_stock(beside) is None

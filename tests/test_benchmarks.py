@@ -372,8 +372,7 @@ def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
 
 
 def made_up() -> dict:
-    """Returns invented results: "large" ones of two widths, one also on one thread, and "sweep" ones of three
-    heights."""
+    """Returns invented results: "large" ones of two widths, one also on one thread, and "sweep" ones of 3 heights."""
     rows = []
     shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
     shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]

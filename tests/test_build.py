@@ -1,5 +1,4 @@
-"""Tests the build: the environment variables it reads, what it compiles after a change, its error messages, and
-wheels."""
+"""Tests the build: its environment variables, what it compiles after a change, its error messages, and wheels."""
 
 import ast
 import contextlib
@@ -115,8 +114,7 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
 
 
 def test_cuda_home_is_the_toolkit_that_is_taken(nvcc, tmp_path, monkeypatch):
-    """The build takes nvcc from CUDA_HOME, whose path may contain a space, unless the variable NVCC names another
-    one."""
+    """The build takes nvcc from CUDA_HOME, whose path may contain a space, unless the variable NVCC is set."""
     (tmp_path / "a toolkit" / "bin").mkdir(parents=True)
     inside = shutil.copy(nvcc[0], tmp_path / "a toolkit" / "bin")
     monkeypatch.setenv("CUDA_HOME", "a toolkit")
@@ -220,8 +218,7 @@ def touched(path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def builds(monkeypatch, tmp_path) -> list[list[str]]:
-    """Replaces ninja and returns its recorded commands. Each one writes a library with other bytes than the one
-    before."""
+    """Replaces ninja and returns its recorded commands. Each command writes a library with bytes of its own."""
     commands: list[list[str]] = []
 
     def ninja(command: list[str], **_) -> subprocess.CompletedProcess:
@@ -394,8 +391,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     [("shims.h", "shim/op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu/block.h", "/usr/")],
 )
 def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
-    """A precompiled header is rebuilt if any included header changes. The compiler would use an outdated one
-    silently."""
+    """A precompiled header is rebuilt if any included header changes. The compiler does not check this itself."""
     folder = small_tree / "build" / "release-cpu"
     listed = run(sys.executable, "-m", "ninja", "-C", folder, "-t", "deps", f"{rule}.gch").stdout
     assert f"common/{header}" in listed and others in listed
@@ -542,8 +538,7 @@ def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("file", ["check_environment.py", "build_library.py", "extension_cpp/__init__.py"])
 def test_old_python_gets_a_sentence(file):
-    """A Python that is too old prints an error message. The file must parse with the old grammar and check the
-    version."""
+    """A Python that is too old prints an error message, for which the file must parse with the old grammar."""
     ast.parse((ROOT / file).read_text(), feature_version=(3, 6) if file.startswith("check") else (3, 8))
     pretend = (
         "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; sys.path.insert(0, sys.argv[1]); "

@@ -92,8 +92,7 @@ def build_folder() -> Path | None:
 
 
 def library_objects() -> Path | None:
-    """Returns the folder of the library's objects, or None for a debug build or if a source is newer than its
-    object."""
+    """Returns the folder of the library's objects, or None if it is a debug build or older than a source."""
     folder = build_folder()
     if folder is None or not folder.name.startswith("release-"):
         return None
@@ -356,8 +355,7 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """Each row of the table of GPU plans for norms is some shape's plan. Forward's does not depend on the number of
-    rows."""
+    """Some shape reaches each row of the table of norm plans. Forward's plan does not depend on the number of rows."""
     program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]

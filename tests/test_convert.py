@@ -570,8 +570,7 @@ SOFTMAXES = {"softmax": torch.nn.Softmax, "log_softmax": torch.nn.LogSoftmax}
 @pytest.mark.parametrize("dim", [-1, 0, 2])
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes(name: str, dim: int, device: str) -> None:
-    """A converted softmax gives the op's bits and runs its hooks. Its copies are converted, and revert restores its
-    class."""
+    """A converted softmax gives the op's bits and runs its hooks. Copies stay converted. revert restores the class."""
     module, seen = SOFTMAXES[name](dim=dim), []
     stock = copy.deepcopy(module)
     module.register_forward_hook(lambda *_: seen.append(1))
@@ -644,8 +643,7 @@ class ChosenModel(torch.nn.Module):
 
 @pytest.mark.parametrize("options, names", CHOICES, ids=[str(options) for options, _ in CHOICES])
 def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
-    """Modules that `only` or `skip` excludes are not changed or reported. A dry run reports the changes and makes
-    none."""
+    """Modules that `only` or `skip` excludes are not changed or reported. A dry run only reports the changes."""
     model = ChosenModel()
     classes = {name: type(module) for name, module in model.named_modules()}
     planned = convert(model, dry_run=True, **options)

@@ -99,8 +99,7 @@ def values(y: Tensor) -> list[Tensor]:
 
 
 def check_outcome(got: Any, want: Any, is_random: bool = False) -> None:
-    """Asserts that both modules raised an exception, or that their results differ by at most 4 eps of the largest
-    element."""
+    """Asserts that both modules raised, or that their results differ by at most 4 eps of the largest element."""
     if isinstance(want, Exception):
         assert isinstance(got, Exception), f"it computes, but the original raised {want}"
         return
@@ -149,8 +148,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def loss_inputs() -> dict[str, tuple[Any, Any]]:
-    """Returns logits and targets of all dtypes and layouts. float32 class weights for half logits are left out, which
-    only the op accepts."""
+    """Returns logits and targets of all dtypes and layouts, but no float32 class weights for half logits."""
     target, kinds = torch.tensor([1, 2, 3, 7]), inputs()
     logits = kinds["torch.float32"]
     found = {kind: (x, target) for kind, x in kinds.items()}

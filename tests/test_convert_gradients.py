@@ -1,5 +1,4 @@
-"""Tests gradients of converted modules if one tensor alone requires grad, and which functions `only` and `skip`
-name."""
+"""Tests gradients of converted modules if only one tensor requires grad, and the names that `only` and `skip` take."""
 
 import copy
 import itertools
@@ -71,8 +70,7 @@ def gradient(module: torch.nn.Module, inputs: list[Tensor], needed: int) -> Tens
 
 @pytest.mark.parametrize("name", MODULES)
 def test_one_tensor_requires_grad(name: str, device: str) -> None:
-    """A converted module has right gradients if one input or parameter alone requires grad, also if it is cos or
-    sin."""
+    """A converted module gives the right gradient if a single tensor requires grad, which may be cos or sin."""
     torch.manual_seed(0)
     stock = MODULES[name]().to(device)
     ours = copy.deepcopy(stock)
@@ -93,8 +91,7 @@ def test_one_tensor_requires_grad(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("function", ["silu", "gelu", TANH])
 def test_every_subset_of_the_inputs_of_a_gated_linear(function: str, device: str) -> None:
-    """Gradients of GatedLinear, linear(act(gate) * up, weight, bias), are right if any subset of inputs requires
-    grad."""
+    """GatedLinear, linear(act(gate) * up, weight, bias), has right gradients for any subset of its inputs."""
     shapes = [(3, 6), (3, 6), (4, 6), (4,)]
     generator = torch.Generator().manual_seed(2)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]

@@ -166,8 +166,7 @@ def test_what_is_changed_and_that_it_trains_as_before(name: str, device: str) ->
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # mixtral's experts reject float64
 def test_in_bfloat16(name: str, device: str) -> None:
-    """A converted bfloat16 model is as near to the float64 model as the unconverted one, because each op rounds
-    once."""
+    """A converted bfloat16 model is as near to the float64 model as the unconverted one, as each op rounds once."""
     stock, model = pair(name, torch.bfloat16, device)
     exact = loss_and_gradients(copy.deepcopy(stock).double())
     errors = []
@@ -200,8 +199,7 @@ def test_gradient_checkpointing(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "t5"])
 def test_generates_the_same_tokens(name: str, device: str) -> None:
-    """A converted model generates the original's tokens with a cache: first for the whole prompt, then token by
-    token."""
+    """A converted model with a cache generates the original's tokens: after the whole prompt, one row at a time."""
     stock, model = (each.eval() for each in pair(name, device=device))
     tokens = make_inputs(stock)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}

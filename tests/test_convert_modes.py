@@ -72,8 +72,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def state(name: str) -> dict[str, Any]:
-    """Returns the settings that modes change. get_default_device fails in the mode "functions" and is left out
-    there."""
+    """Returns the settings that modes change, without the default device in "functions", where asking for it fails."""
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -159,8 +158,7 @@ def test_modes_decide_nothing_about_the_linear_loss(name: str) -> None:
 
 
 def test_a_model_of_fake_tensors_is_changed() -> None:
-    """convert changes a model of FakeTensors, and the converted model runs on FakeTensors, because the ops have
-    fakes."""
+    """convert changes a model of FakeTensors, which then runs on FakeTensors, because the ops have fakes."""
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.LayerNorm(64), LlamaRMSNorm(64))
         assert convert(model) == ({"0": "layer_norm", "1": "rms_norm"}, {})
@@ -168,8 +166,7 @@ def test_a_model_of_fake_tensors_is_changed() -> None:
 
 
 def test_pickles_are_loaded_in_any_mode() -> None:
-    """A pickled converted module can be loaded in any mode, even if loading first has to examine its rotary
-    function."""
+    """A pickled converted module can be loaded in any mode, even if its rotary function was not examined before."""
     made = fresh_modules().Attention
     sites = frozenset({forwards.Site("rotary", "apply_rotary_pos_emb")})
     with torch.inference_mode(), FakeTensorMode():

@@ -276,8 +276,7 @@ class Rectified(convert_modules.MLP):
 
 
 def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new activation needs only an entry in KNOWN. The test adds one for relu and a gated op that exists only
-    here."""
+    """A new activation needs only an entry in KNOWN. The test adds relu, with a gated op that exists only here."""
     ops, called = extension_cpp.ops, []
     monkeypatch.setitem(KNOWN, "relu", Known("relu", "reglu", nn.ReLU, {}))
 
@@ -319,8 +318,8 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("act", ["silu", "gelu", TANH])
 def test_gated_product_is_made_again(act: str, dtype: torch.dtype, device: str, made_again: list[str]) -> None:
-    """An MLP that recomputes the gated product in backward gives the bits of one that saves it, and saves one tensor
-    fewer."""
+    """An MLP that recomputes the gated product in backward has the bits of one that saves it, and saves one tensor
+    less."""
     module = convert_modules.MLP().to(device, dtype)
     module.act = torch.nn.SiLU() if act == "silu" else torch.nn.GELU("tanh" if act == TANH else "none")
     module.down = torch.nn.Linear(WIDTH, WIDTH, bias=act == "silu", device=device, dtype=dtype)
@@ -655,8 +654,7 @@ def test_rotary_functions_that_are_left() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
-    """convert accepts a rotary function only if its error is at most 4 eps of the largest x times the largest cos or
-    sin."""
+    """convert accepts a rotary function with an error of up to 4 eps of the largest x times the largest cos or sin."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
@@ -820,8 +818,7 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert rewrites calls through a name imported in `except ImportError`, where Python compiles calls
-    differently."""
+    """convert rewrites calls through a name imported in `except ImportError`, which have other bytecode."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)

@@ -49,8 +49,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str, str]]:
-    """Yields the line number, language and code of each code block, of these languages or, if none are given, of
-    all."""
+    """Yields the line number, language and code of each code block in one of the languages, or of all code blocks."""
     text = document.read_text()
     for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if not languages or match[1].strip() in languages:

@@ -43,8 +43,7 @@ def op(x: Tensor, p: float, seed: int) -> Tensor:
 
 
 def test_philox_known_answers() -> None:
-    """philox_bits gives a test vector of Philox's authors, and reference.py the bits of philox_bits. tests/c tests
-    more."""
+    """philox_bits gives a test vector of Philox's authors, and reference.py gives the bits of philox_bits."""
     zeros = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     assert philox_bits(0, 0, 8)[::2].tolist() == zeros
     assert philox_bits(0, 0, 8)[1::2].tolist() == [0xB7095F6F, 0x3F640D89, 0x1F814F12, 0x0A484F73]

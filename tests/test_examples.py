@@ -46,8 +46,7 @@ def small_recurrent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The losses of recurrent_text's three recurrences differ by float32 rounding only: 1e-5 nats per byte in 12
-    steps."""
+    """The losses of recurrent_text's three recurrences differ by float32 rounding: 1e-5 nats per byte in 12 steps."""
     assert recurrent(tmp_path, "--recurrence", "ours", "loop", "torch", "--steps", 12) == 0
     assert len(re.findall(r"^(ours|loop|torch) +loss .* [\d.]+ ms a step", capsys.readouterr().out, re.MULTILINE)) == 3
     header, *rows = (tmp_path / "curves.csv").read_text().splitlines()

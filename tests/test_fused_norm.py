@@ -103,8 +103,7 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """A row has the same results in a small tensor and in a large one, for which a GPU uses clusters or an L2
-    policy."""
+    """A row has the same results in a small and in a large tensor, for which a GPU uses clusters or an L2 policy."""
     parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # for smaller tensors the GPU uses other kernels
     step = max(1, size // (cols * 4) // 8) * 8  # each part's first row is aligned to 16 bytes
     rows = [torch.randn(parts * step, cols + gap, device=device)[:, :cols] for _ in range(4)]
@@ -413,9 +412,9 @@ def kept(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...]) -> Tensor
 
 
 def assert_one_draw(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...], gradients: list[Tensor]) -> None:
-    """Asserts that a backward with grad_out of ones and p = 0.4 used forward's mask. The gradient of an add norm's x is
-    nonzero where the mask kept x. layer_norm_dropout's bias gradient counts the kept elements of a column, times 1 / (1
-    - p)."""
+    """Asserts that a backward with grad_out of ones used forward's mask. An add norm's x has a nonzero gradient where
+    it was kept. layer_norm_dropout's bias gradient is the number of kept elements in a column, divided by 1 - p =
+    0.6."""
     mask = kept(name, leaves, outputs)
     if name in ADD:
         assert torch.equal(gradients[0] != 0, mask)
@@ -520,8 +519,7 @@ def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("half", ["x", "residual"])
 def test_autocast_adds_a_half_branch_to_a_float32_residual(name: str, half: str, device: str) -> None:
-    """Under autocast, an add norm adds half-type and float32 tensors in float32, as ``residual + x``, eager or
-    compiled."""
+    """Under autocast, an add norm adds half-type and float32 tensors in float32, as `residual + x` does."""
     leaves = [
         t.detach().to(torch.bfloat16 if of == half else torch.float32).requires_grad_()
         for of, t in zip(("x", "residual"), inputs(33, torch.float32, device)[:2], strict=True)

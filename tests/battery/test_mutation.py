@@ -20,8 +20,7 @@ def written(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
 
 @every_writing_op
 def test_every_written_argument_counts_a_version(spec: OpSpec, device: str) -> None:
-    """A call increases the version counter, by which autograd detects writes, of exactly the arguments that it
-    writes."""
+    """A call increases the version counter of each argument that it writes, for autograd, and no other one."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
         before = [x._version if isinstance(x, torch.Tensor) else 0 for x in sample.args]
         spec.in_place(*sample.args, **sample.kwargs)

@@ -1,5 +1,4 @@
-"""Tests every pair of options of every op. Row widths are not multiples of a kernel's block, and the losses have more
-rows than one tile."""
+"""Tests every pair of options of every op, with rows that are no multiple of a block, and more rows than a tile."""
 
 import itertools
 from collections.abc import Iterator
@@ -36,8 +35,8 @@ def test_every_pair_of_options(spec: OpSpec, dtype: torch.dtype, device: str) ->
         with torch.no_grad():
             outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
         for output, with_gradients in zip(outputs, ours.outputs, strict=True):
-            # Under no_grad, PyTorch may pick another kernel for a matrix product, whose sums of 33 products differ by
-            # 16 eps.
+            # Under no_grad, PyTorch may pick another kernel for a matrix product. A sum of 33 products differs by 16
+            # eps.
             tolerance = 16 * torch.finfo(output.dtype).eps if spec.has_products else 0.0
             assert torch.allclose(output, with_gradients, tolerance, tolerance), (
                 f"{spec.name} {shape} {chosen}: without gradients"

@@ -1,5 +1,4 @@
-"""Tests memory leaks, threads, CUDA streams and instruction sets, that every run gives the same bits, and that no other
-kernels than this package's run."""
+"""Tests memory leaks, threads, CUDA streams and instruction sets, equal bits in every run, and which kernels run."""
 
 import ctypes
 import functools

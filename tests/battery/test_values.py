@@ -205,8 +205,8 @@ def test_nan_and_inf_at_each_position(
 def test_hostile_numbers(
     spec: OpSpec, dtype: torch.dtype, device: str, mean: float, spread: float, request: pytest.FixtureRequest
 ) -> None:
-    """Results are right for overflow, subnormal numbers, and both ends of exp's range. On a GPU, a width of 1024 also
-    tests kernels for aligned rows."""
+    """Results are right for overflow, subnormal numbers and both ends of exp. On a GPU, aligned rows are also
+    tested."""
     slow = request.config.getoption("--slow")
     rows = 33 if slow else 9
     for width in (1025, 1024) if slow or device == "cuda" else (1025,):
@@ -284,8 +284,7 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
             x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
             return x.requires_grad_(device == "cuda")
 
-        # The dimension of size 1 separates rows in norms over two dimensions. cross_entropy takes classes in dimension
-        # 1.
+        # The dimension of size 1 separates rows in norms over two dimensions. In cross_entropy, dimension 1 is classes.
         return spec.sample_inputs(make, (rows, cols) if spec.name == "cross_entropy" else (rows, 1, cols))
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]
