@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# Disables Hugging Face's package `kernels`, whose hooks make models impossible to pickle. Its own tests enable it.
+# Disables Hugging Face's package `kernels`, whose hooks make models impossible to pickle. test_hub.py enables it.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
 
 # Makes an empty Inductor cache for this run and its subprocesses. From the cache of an earlier run, Inductor would take

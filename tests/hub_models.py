@@ -107,7 +107,7 @@ def with_layers(name: str, dtype: torch.dtype, device: str, variant: Path) -> nn
 def main() -> None:
     variant, device = Path(sys.argv[1]), sys.argv[2]
     cases = [(name, dtype, device) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
-    # Runs before the first kernelize, which replaces functions such as apply_rotary_pos_emb in the whole process.
+    # The stock models run before the first kernelize, which replaces functions such as apply_rotary_pos_emb for all.
     stock = {case: step(make(*case)) for case in cases}
     # The same models in float64, whose results are the exact ones. Their parameters were rounded to the dtype before.
     exact = {case: step(make(*case).double()) for case in cases}

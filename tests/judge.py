@@ -132,7 +132,7 @@ def least_allowed(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Expected:
-    """The exact results of a call. If the spec has `from_saved`, also those that are exact for the op's own outputs."""
+    """The exact results of a call. If the spec has `from_saved`, also those exact for the op's rounded outputs."""
 
     spec: OpSpec
     call: Call

@@ -203,7 +203,7 @@ class OpSpec:
     # The dtypes of the floating-point results. None means the dtype of the op's first argument. COMPUTED means float32
     # if this is a half type, and otherwise this dtype.
     result_dtypes: tuple[torch.dtype | str | None, ...] = ()
-    # The reference in elementary operations, if `reference` calls an operator that torch.func's transforms make wrong.
+    # The reference written in elementary operations, if `reference` itself is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
     # The reference with handwritten first gradients, if loops in `reference` take too long under autograd.
     by_hand: Callable[..., Any] | None = None

@@ -153,7 +153,7 @@ def test_without_a_mask() -> None:
     assert attention_calls(models.without_mask(stock)) == [(None, True)] * 2
 
 
-# Functions by which a wrong model changes one parameter's gradient. For None, its logits are constant instead.
+# Functions by which a wrong model changes one parameter's gradient. None stands for constant logits.
 PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor | None] | None] = {
     "constant logits": None,
     "zeros": torch.zeros_like,

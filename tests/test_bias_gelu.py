@@ -1,4 +1,4 @@
-"""bias_gelu rounds its result once and refuses third derivatives."""
+"""Tests that bias_gelu rounds its result once, and raises an error for third derivatives."""
 
 import pytest
 import torch

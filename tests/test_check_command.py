@@ -192,7 +192,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
-    """Runs `check`. Returns its exit status, what it prints for each check, by the check's name, and its output."""
+    """Runs the command `check`. Returns its exit status, the printed result of each check by name, and its output."""
     status = command.main(["check", *words])
     printed = capsys.readouterr()
     assert printed.err == ""

@@ -214,7 +214,7 @@ def test_activations_stay_before_what_may_change_their_input(calls: list[str]) -
     module = copy.deepcopy(stock)
     assert convert(module).changed.keys() == {"act", "drop"}
     x = torch.randn(3, WIDTH)
-    with torch.no_grad():  # autograd refuses this change
+    with torch.no_grad():  # autograd would raise an error for InPlaceBeforeProduct
         torch.testing.assert_close(module(x), stock(x))
     assert calls == ["silu"]
 

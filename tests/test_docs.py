@@ -80,7 +80,7 @@ def test_pictures_are_those_of_the_results(name: str) -> None:
 
 
 def test_results_can_be_measured_again() -> None:
-    """README.md names every file of results, the documents show each JSON file, and all files together are small."""
+    """benchmarks/results/README.md names each file there, documents show each JSON file, and all files are small."""
     folder = ROOT / "benchmarks" / "results"
     files = [path for path in folder.iterdir() if path.name != "README.md"]
     text = (folder / "README.md").read_text()

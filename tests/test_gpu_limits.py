@@ -62,7 +62,7 @@ def near(got: Tensor, exact: Tensor, size: Tensor) -> bool:
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * size + 1e-38).all())
 
 
-@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which pytest-xdist's workers share
 @pytest.mark.parametrize("shape", [(1, 70_000, 32_768), (3, 30_000, 32_768)], ids=str)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
@@ -93,7 +93,7 @@ def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
         assert near(grad[at, :, strips], factor * (of_g - total), factor * (of_g + total))
 
 
-@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which pytest-xdist's workers share
 def test_losses_of_strips_past_two_to_the_31() -> None:
     """cross_entropy along the middle dimension is right for rows whose logits have indices beyond 2^31."""
     needs_memory(16)
@@ -112,7 +112,7 @@ def test_losses_of_strips_past_two_to_the_31() -> None:
         assert near(grad[at, :, strips], part.softmax(0) - one_hot, part.softmax(0) + one_hot)
 
 
-@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which pytest-xdist's workers share
 def test_rotary_of_more_than_two_to_the_32_threads() -> None:
     """rotary_embedding with 4.3e9 threads, one for each of three pairs in a row of 6 columns, is right: the last four
     sequences have the bits of a call with these four alone."""

@@ -41,7 +41,7 @@ def fake_mode(spec: OpSpec) -> FakeTensorMode:
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
-    """Runs a sample forward, backward and, if it can, twice backward, and returns the recorded operator calls."""
+    """Runs a sample's forward, backward and, if any, double backward, and returns the recorded operator calls."""
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]

@@ -21,7 +21,7 @@ def freed(like: Tensor, offset: int) -> Tensor:
 
 
 def with_one_freed(args: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """Yields the arguments with one tensor freed, and its number: each tensor with two different storage offsets."""
+    """Yields the number of a tensor and the arguments with this tensor freed, for each tensor with two offsets."""
     for i, x in enumerate(args):
         for offset in (0, 3) if isinstance(x, Tensor) and x.numel() > 0 else ():
             yield i, [*args[:i], freed(x, offset), *args[i + 1 :]]
@@ -52,7 +52,7 @@ def sentence_of(op: str, name: str) -> str:
 
 @every_op
 def test_freed_arguments_get_a_sentence(spec: OpSpec, device: str) -> None:
-    """The op's function, all operators that it calls in any order, and no-grad overloads name the freed argument."""
+    """If an argument was freed, the op's function and all its operators raise an error that names the argument."""
     refused = set()
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:

@@ -1,4 +1,4 @@
-"""Tests every pair of options of every op, with rows that are no multiple of a block, and more rows than a tile."""
+"""Tests every pair of options of every op, with shapes that end in an incomplete block of columns or tile of rows."""
 
 import itertools
 from collections.abc import Iterator

@@ -93,7 +93,7 @@ def test_deterministic_at_any_number_of_threads(spec: OpSpec, dtype: torch.dtype
     try:
         digests = set()
         # PyTorch's matrix products on the CPU add in an order that depends on the number of threads. Ops with products
-        # are therefore run with two threads both times, a number that conftest.py does not set in xdist's workers.
+        # are therefore run twice with two threads.
         for threads in (2, 2) if spec.has_products else (1, 7, 7):
             torch.set_num_threads(threads)
             digests.add(_digest(spec, calls))
@@ -195,7 +195,7 @@ def test_no_leak(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
 @every_op
 def test_eight_python_threads(spec: OpSpec, device: str) -> None:
     calls = _calls(spec, torch.float32, device)
-    if device == "cpu":  # one shape is enough, as only the shims share state between threads
+    if device == "cpu":  # one shape is enough, as the shims run the same code for all shapes
         calls = calls[: max(len(calls) // 3, 1)]
     expected = _digest(spec, calls)
     results: list[str] = []

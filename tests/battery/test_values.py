@@ -205,8 +205,7 @@ def test_nan_and_inf_at_each_position(
 def test_hostile_numbers(
     spec: OpSpec, dtype: torch.dtype, device: str, mean: float, spread: float, request: pytest.FixtureRequest
 ) -> None:
-    """Results are right for overflow, subnormal numbers and both ends of exp. On a GPU, aligned rows are also
-    tested."""
+    """Results are right for overflow, subnormal numbers and both ends of exp's range, on a GPU also in aligned rows."""
     slow = request.config.getoption("--slow")
     rows = 33 if slow else 9
     for width in (1025, 1024) if slow or device == "cuda" else (1025,):
