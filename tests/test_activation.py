@@ -67,8 +67,8 @@ def test_both_tails(name: str, dtype: torch.dtype, device: str) -> None:
     terms = torch.exp(-at.abs() if name == "silu" else -at * at / 2) * (1 + at * at)
     for order, (got, want) in enumerate(zip(derivatives(function, x), exact(at), strict=True)):
         scale = want.abs() + (terms if order and dtype is torch.float32 else 0.25 * terms if order else 0)
-        # A subnormal factor has an absolute error, which |x| <= 110 multiplies. For half types, a GPU's exp2 returns 0
-        # below 2^-126, also in gelu's density, whose error |x| <= 13.3 multiplies.
+        # The error of a subnormal number is absolute, and is multiplied by |x| <= 110. For half types, a GPU's exp2
+        # returns 0 instead of a number below 2^-126, also in gelu's density, which is multiplied by |x| <= 13.3.
         flushed = 2.0**-125 if dtype is torch.float32 else 2.0**-123
         bound = units * eps * scale + (eps * smallest if dtype is not torch.float32 else 2.0**-149) * 128 + flushed
         worst = ((got.double() - want).abs() / bound).max().item()
