@@ -1,4 +1,4 @@
-"""Makes inputs for the battery, runs an op forward and backward, and compares results with float64."""
+"""Makes inputs for tests/battery, runs an op forward and backward, and compares its results with float64 results."""
 
 import functools
 import math
@@ -17,12 +17,12 @@ from tests.opspec import COMPUTED, Make, OpSpec, Sample, as_tuple, leaves
 
 __all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # re-exports names of judge.py for the tests
 
-# Row widths that are whole vectors, up to the widest that one CTA holds. The norms have one or two kernels for each.
+# Row widths in elements. Rows are multiples of 16 bytes and fit into a CTA. The norms have one or two kernels for each.
 NORM_WIDTHS = (
     *(64, 256, 384, 512, 640, 768, 1000, 1024, 1280, 1536, 1800, 2048, 2304, 2560, 3072, 4096, 4608, 5120, 6144),
     *(7168, 8192, 9216, 10240, 11264, 12288, 13312, 14336, 15000, 16000, 16384),
 )
-# Row widths at which rows are not aligned to 16 bytes.
+# Odd row widths, in elements. Most rows of a contiguous tensor with such a width are not aligned to 16 bytes.
 ODD_WIDTHS = (33, 129, 257, 385, 513, 769, 1025, 1537, 2049, 3001, 4097, 5121, 8193, 10001, 16385)
 
 LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels_last")
@@ -30,15 +30,15 @@ LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels
 
 @dataclass(frozen=True)
 class Strides:
-    """A layout of up to len(order) dimensions, in any order in memory, with gaps, an offset and expanded dimensions."""
+    """A memory layout of up to len(order) dimensions, in any order, with gaps, an offset and expanded dimensions."""
 
-    order: tuple[int, ...]  # the outermost dimension first
-    steps: tuple[int, ...]  # a dimension's stride, as a multiple of the extent of the dimensions inside it
+    order: tuple[int, ...]  # the dimensions in memory, the outermost first
+    steps: tuple[int, ...]  # for each dimension, its stride divided by the extent of the dimensions inside it
     expanded: frozenset[int]
     offset: int
 
     def of(self, x: Tensor) -> Tensor:
-        """Returns a copy of x in this layout. An expanded dimension repeats its first slice."""
+        """Returns a copy of x in this layout. Along an expanded dimension, the values of x at index 0 are repeated."""
         strides, size = [0] * x.dim(), 1
         for d in (d for d in reversed(self.order) if d < x.dim()):
             strides[d] = size * self.steps[d]
@@ -49,14 +49,14 @@ class Strides:
 
 
 def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
-    """Returns a copy of x in another layout. An expanded dimension repeats its first slice."""
+    """Returns a copy of x in the given layout. In the layout "expanded", x[0] is repeated along the first dimension."""
     if isinstance(layout, Strides):
         return layout.of(x)
     if layout == "sliced":
         wide = x.new_full([*x.shape[:-1], 2 * x.shape[-1] + 1], 7.0)
         wide[..., 1::2] = x
         return wide[..., 1::2]
-    if layout == "padded":  # a row may begin at any multiple of the element size
+    if layout == "padded":  # the rows' addresses are multiples of the element size only
         wide = x.new_full([*x.shape[:-1], x.shape[-1] + 3], 7.0)
         wide[..., :-3] = x
         return wide[..., :-3]
@@ -75,17 +75,17 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
     return x.contiguous()
 
 
-# Caches random float64 tensors, because drawing one takes longer than most ops on it. Every op and dtype asks for the
-# same tensors. The key is the generator's seed and the shapes that it drew so far; the value also holds the generator's
-# next state. Nobody may write into these tensors. They take at most 256 MiB; the largest is from test_runtime.py on the
-# CPU.
+# Caches random float64 tensors, because drawing a tensor takes longer than most ops on it, and because the tests of all
+# ops and dtypes draw the same tensors. A key is the generator's seed and the shapes that the generator has drawn, up to
+# this tensor. A value is the tensor and the generator's state after drawing it. Callers must not write into a cached
+# tensor. The cache holds at most 2^25 elements (256 MiB). The largest cached tensor has the size in test_runtime.py.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_ELEMENTS, MOST_DRAWN = 300 * 1025, 1 << 25
-DRAWN_ON_GPU = 1 << 20  # the GPU draws larger tensors, because the CPU would take most of a test for them
+DRAWN_ON_GPU = 1 << 20  # a GPU draws tensors of this size or more, as drawing them on the CPU takes most of a test
 
 
 def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]], device: str) -> Tensor:
-    """Returns the next tensor that the generator draws. Its shape is the last one of `shapes`."""
+    """Returns the generator's next normal tensor in float64. `shapes` lists the shapes drawn so far, this one last."""
     key = (generator.initial_seed(), *shapes)
     if device == "cuda" and math.prod(shapes[-1]) >= DRAWN_ON_GPU:
         on_gpu = torch.Generator(device).manual_seed(generator.initial_seed() + len(shapes))
@@ -111,8 +111,8 @@ def maker(
     spread: float = 1.0,
     mean: float = 0.0,
 ) -> Make:
-    """Returns a function make(shape) that makes random normal leaves that require grad. Tensors of less than 2^20
-    elements have the same values on every device."""
+    """Returns a function make(shape), which returns a random normal leaf tensor that requires grad. Tensors with fewer
+    than DRAWN_ON_GPU elements have the same values on every device."""
     generator = torch.Generator().manual_seed(seed)
     shapes: list[tuple[int, ...]] = []
 
@@ -127,12 +127,13 @@ def maker(
 
 
 def rows_for(device: str, rows: int, cols: int) -> int:
-    """Returns `rows` on a GPU, where it decides which kernel runs. On the CPU a few blocks of work are enough."""
+    """Returns `rows` on a GPU, where it decides which kernel runs. The CPU's kernels need only a few blocks of rows."""
     return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
 
 
 def last_level_cache() -> int:
-    """Returns the size in bytes from which the CPU streams results, read as csrc/common/cpu/level.c reads it."""
+    """Returns the size of the CPU's last-level cache in bytes, as csrc/common/cpu/level.c finds it. If a call's tensors
+    are larger, CPU kernels write its results with non-temporal stores."""
     size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
     return int(size.read_text().strip().removesuffix("K")) << 10 if size.exists() else 32 << 20
 
@@ -144,7 +145,7 @@ def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | N
 
 
 def with_float_weights(sample: Sample) -> Sample:
-    """Returns the same call with one-dimensional leaves, such as weights, converted to float32."""
+    """Returns a copy of the sample whose one-dimensional tensors, except for the first argument, are float32."""
 
     def one(x: Any) -> Any:
         weight = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 1
@@ -170,12 +171,12 @@ def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tens
 
 
 def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Expected:
-    """Returns what a call should give, with random_grad(grad_layout) as the gradients of its results."""
+    """Returns the right outputs and gradients of a call, if random_grad(grad_layout) makes the outputs' gradients."""
     return judge.expect(spec, sample, random_grad(grad_layout))
 
 
 def result_dtype(spec: OpSpec, sample: Sample, number: int) -> torch.dtype:
-    """Returns the expected dtype of a floating-point result. Results that are written arguments come last."""
+    """Returns the right dtype of floating-point result `number`. Arguments that the op writes are the last results."""
     dtype, given = sample.args[0].dtype, dict(enumerate(spec.result_dtypes)).get(number)
     if isinstance(given, torch.dtype):
         return given
@@ -190,7 +191,7 @@ def check(
     limits: bool = False,
     expected: Expected | None = None,
 ) -> Result:
-    """Runs the op and asserts that outputs and gradients are right. `expected` defaults to expect() of the sample."""
+    """Runs the op and asserts that all outputs and gradients are within their error bounds, those of `expected`."""
     dtype = sample.args[0].dtype
     ours = run(spec.function, sample, random_grad(grad_layout))
     expected = expected or expect(spec, sample, grad_layout)
@@ -204,7 +205,7 @@ def check(
 
 
 class Calls(TorchDispatchMode):
-    """Records the calls of operators that are not PyTorch's own, with their arguments."""
+    """Records each call of an operator that is in none of PyTorch's own namespaces, with its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Defines options, devices and poisoned memory, in which an element that a kernel does not write is never right."""
+"""Defines pytest's options and devices, and poisons new memory, so that a test sees elements that no kernel wrote."""
 
 import atexit
 import ctypes
@@ -14,27 +14,28 @@ from typing import Any
 # variable when torch is loaded, here and in subprocesses of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Workers share the machine, so that each worker and each of its subprocesses has one thread. With two threads, which
-# wait for each other while another worker has a core, a test takes three times as long. battery/test_runtime.py tests
-# that results do not depend on the number of threads.
+# The workers of pytest-xdist share the machine's cores. Each worker and each of its subprocesses therefore has one
+# thread. With two threads a test takes three times as long, because one thread waits for the other while another worker
+# has that one's core. battery/test_runtime.py tests that results do not depend on the number of threads.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# Disables Hugging Face's `kernels`, whose hooks make transformers' models impossible to pickle. test_hub.py has them.
+# Disables Hugging Face's package `kernels`, whose hooks make models impossible to pickle. test_hub.py enables it.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
 
-# This run and its subprocesses share a new Inductor cache: an old cache would hide that a fake has changed.
+# Makes an empty Inductor cache for this run and its subprocesses. From the cache of an earlier run, Inductor would take
+# code that was compiled with the earlier fakes, and so hide that a fake has changed.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import pytest
 
-# Fills fresh blocks of the C allocator with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16). The ops
-# allocate without PyTorch's fill_uninitialized_memory. M_PERTURB takes the complement of the byte.
+# Makes malloc fill new blocks with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16). PyTorch's option
+# fill_uninitialized_memory does not apply to the memory that the ops allocate. M_PERTURB takes the byte's complement.
 M_PERTURB, M_MMAP_MAX, M_TRIM_THRESHOLD = -6, -4, -1
 ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
-# Keeps large blocks in the heap, because the operating system would zero every page of a new mapping.
+# Makes malloc take large blocks from the heap. By default it maps them, and the operating system fills them with zeros.
 ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
 ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -47,12 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the quick tier Inductor generates kernels without vector instructions, which compile in half of the time. It
-    also skips a subprocess that imports torch to find out which instructions the machine has. Our kernels are the same.
-    """
+    """Without --slow, makes Inductor generate kernels without vector instructions, which compile in half of the time.
+    Inductor then also needs no subprocess that finds out which vector instructions the machine has. The kernels of this
+    package do not change."""
     if not config.getoption("--slow"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    if config.getoption("dist", "no") == "no":  # otherwise this process only starts workers, and needs no torch
+    if config.getoption("dist", "no") == "no":  # with pytest-xdist, this process only starts workers and needs no torch
         gc.disable()  # pytest_collection_finish enables it again, when all modules are imported
         import torch
 
@@ -78,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """A failed test of an op whose kernels still lack the formula reports where to write it."""
+    """If a test of an op fails whose kernels still lack the formula, adds to the report where to write the formula."""
     report = yield
     values = item.callspec.params if hasattr(item, "callspec") else {}
     spec = values.get("spec")
@@ -92,9 +93,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: item.path.parent.name == "battery"
-    )  # the battery runs last: its parts are small, so that all workers end together
+    # The tests in tests/battery run last. Workers get them in small groups, and so end at almost the same time.
+    items.sort(key=lambda item: item.path.parent.name == "battery")
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
@@ -102,8 +102,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the objects that exist after collection from garbage collection. There are millions of them, all of them
-    stay, and tracing by PyTorch triggers many collections."""
+    """Excludes all objects that exist now, after the tests are collected, from garbage collection. PyTorch's tracing
+    triggers many garbage collections, each of which would visit these millions of objects and free none."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
@@ -119,15 +119,15 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Unfreezes the objects: otherwise the last collection misses modules, and Triton's binding reports "leaks"."""
+    """Undoes gc.freeze. Otherwise torch's modules are not freed at exit, and Triton's binding reports "leaks"."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Sets what a worker takes at a time with --dist loadfile. From the battery, which comes last, it is one op, so
-    that workers end together. From test_scaffold.py it is one function. Other tests share compiled code and go by file.
-    """
+    """With --dist loadfile, sets which tests a worker gets together. From tests/battery, which runs last, a worker gets
+    the tests of one op, so that all workers end at almost the same time. From test_scaffold.py it gets the cases of one
+    function. Of any other file it gets all tests, because they share compiled code."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling

@@ -1,4 +1,4 @@
-"""Modules for test_convert_parts.py. They must be in a file of their own, because convert reads their source."""
+"""Modules that the tests of convert rewrite. Some tests execute this file anew, to get classes new to convert."""
 
 import functools
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class FunctionalTanh(MLP):
 
 
 class FunctionalOther(MLP):
-    """Names a local variable `silu` that is not PyTorch's function."""
+    """Calls a local variable named `silu`, which is not PyTorch's function of this name."""
 
     def forward(self, x: Tensor) -> Tensor:
         silu = torch.sigmoid
@@ -130,7 +130,7 @@ class FinalMLP(MLP):
 
 
 class Block(nn.Module):
-    """A block with two branches, each after a norm."""
+    """A transformer block with two residual branches, each of which begins with a norm."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class DropoutFirst(Block):
 
 
 class DropoutWithKeyword(Block):
-    """Passes a keyword to dropout that torch.nn.Dropout does not take, but that a user's module may."""
+    """Passes a keyword argument to dropout that torch.nn.Dropout does not take, but that a user's module may take."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.mix(self.norm1(x)), scale=3.0)
@@ -209,7 +209,7 @@ class PostNorm(Block):
 
 
 class Branched(Block):
-    """Has an optional branch between the other two, like GPT-2's cross attention."""
+    """Has an optional residual branch between the two branches of Block, like GPT-2's cross attention."""
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         residual = x
@@ -246,7 +246,7 @@ class DropoutElsewhere(Block):
 
 
 class BranchedOnSum(Block):
-    """Tests the sum itself in a condition, where its name was None before."""
+    """Tests in a condition whether the sum `s` is None. `s` is None before the sum is assigned to it."""
 
     def forward(self, x: Tensor) -> Tensor:
         s = None
@@ -313,7 +313,7 @@ def rotary_of_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -
 
 
 def rotary_of_sin_and_cos(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Takes sin before cos, with half as many columns, as in GPT-J."""
+    """Takes `sin` before `cos` and reads half of the columns of each, as in GPT-J."""
     sin, cos = (table[:, :, None, ::2].repeat_interleave(2, -1) for table in (sin, cos))
     return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
 
@@ -326,7 +326,7 @@ def rotary_of_complex(q: Tensor, k: Tensor, frequencies: Tensor) -> tuple[Tensor
 
 
 class OneByOne(Attention):
-    """Rotates queries with heads before the tokens, and keys with heads after the tokens."""
+    """Rotates queries whose heads are the dimension before the tokens, and keys whose heads are the one after them."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k = (y.unflatten(-1, (-1, WIDTH)) for y in (self.q(x), self.k(x)))
@@ -357,7 +357,7 @@ class Unpacked(Attention):
 
 
 class Rope:
-    """A class that has a function as its attribute."""
+    """A class with a function for rotary embedding as its attribute."""
 
     apply_rope = staticmethod(rotary_of_one)
 

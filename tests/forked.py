@@ -1,8 +1,9 @@
-"""Runs Python in a new process in which torch is already imported, in milliseconds instead of seconds.
+"""Runs Python code in a fork of a process that has already imported torch, in milliseconds instead of seconds.
 
-A server imports torch and its compiler, which PyTorch's optimizers import as well, and forks for each call. What torch
-and its libraries read at import therefore has the value of the server's start. The package is not imported. Tests of
-how Python or torch starts, or of imports, must use a real interpreter.
+A server imports torch and torch._dynamo, which PyTorch's optimizers also import, and forks for each call of `python`.
+The environment variables that torch and its libraries read at import therefore have the values with which the server
+started. The server does not import the package. Tests of how Python or torch starts, or of imports, must use a real
+interpreter.
 """
 
 import atexit
@@ -35,7 +36,7 @@ def _server() -> subprocess.Popen[str]:
 def python(
     *words: object, cwd: str | Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python WORDS`, where WORDS are -c CODE, -m MODULE or a file, and its arguments."""
+    """Runs `python WORDS` in a fork of the server. WORDS are `-c CODE`, `-m MODULE` or a file, and then arguments."""
     command = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder, LOCK:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -49,7 +50,7 @@ def python(
 
 
 def _become(request: dict) -> None:
-    """Runs the command as the interpreter would, with its standard streams redirected to files."""
+    """Runs the requested command in this process as the interpreter would, with the standard streams redirected."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -71,8 +72,7 @@ def _become(request: dict) -> None:
 
 
 def _end(request: dict) -> NoReturn:
-    """Runs the command and exits like the interpreter, but without destroying modules, which takes longer than a
-    fork."""
+    """Runs the requested command and exits as the interpreter would, but without the slow destruction of modules."""
     returned = 0
     try:
         _become(request)
@@ -83,7 +83,7 @@ def _end(request: dict) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         returned = 1
-    # At exit the interpreter waits for threads before it calls the atexit functions. _shutdown is in no type stub.
+    # The interpreter, too, waits for threads before it calls the functions of atexit. mypy does not know _shutdown.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -94,7 +94,7 @@ def _end(request: dict) -> NoReturn:
 def _serve() -> None:
     import torch._dynamo  # noqa: F401  # every fork inherits this import
 
-    gc.freeze()  # otherwise the garbage collector of a fork visits all objects of torch and copies their pages
+    gc.freeze()  # otherwise a fork's garbage collector would visit all objects of torch, and so copy their pages
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

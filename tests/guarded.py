@@ -1,7 +1,8 @@
-"""Runs every op on a GPU whose memory has guard bytes around each tensor and each piece of scratch memory.
+"""Runs every op on a GPU with guard bytes around each tensor and each scratch buffer, to find writes out of bounds.
 
-`python -m tests.guarded` prints a line for each op, shape and dtype whose calls damaged guard bytes. This is a program,
-because PyTorch's allocator can only be replaced before the first tensor. compute-sanitizer finds more, in hours.
+`python -m tests.guarded` prints each op, shape and dtype whose calls overwrote guard bytes. This is a program and not a
+test, because PyTorch's allocator can only be replaced before the first allocation. compute-sanitizer finds more errors,
+but takes hours.
 """
 
 import ctypes
@@ -20,15 +21,15 @@ from tests.checks import as_tuple, leaves, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
 SOURCE = Path(__file__).parent / "c" / "guarded_allocator.c"
-# Row counts that are no multiple of the rows of a CTA or a chunk. The widths reach each kind of kernel: sums over many
-# rows, wide rows in a cluster, and few columns.
+# (rows, columns) of x. The row counts are not multiples of the number of rows in a CTA or a chunk. The widths reach the
+# kernels that sum over many rows, those that spread a wide row over a cluster, and those for few columns.
 SHAPES = [(71, 33), (3001, 257), (515, 4096), (21, 50257), (70001, 3)]
-SAMPLES = 3  # samples per shape: an allocation takes a hundred times as long as with PyTorch's allocator
+SAMPLES = 3  # per shape; more would take too long, as allocation is a hundred times as slow as PyTorch's
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def load_allocator(folder: str) -> ctypes.CDLL:
-    """Makes PyTorch allocate with guarded_allocator.c."""
+    """Compiles guarded_allocator.c, makes it PyTorch's CUDA allocator, and returns its library."""
     library = Path(folder) / "guarded_allocator.so"
     subprocess.run(
         [*compiler("CC", "cc", "gcc"), "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(library)], check=True
@@ -41,21 +42,20 @@ def load_allocator(folder: str) -> ctypes.CDLL:
 
 
 def damaged_by(library: ctypes.CDLL, call: Callable[[], object]) -> int:
-    """Returns how many freed blocks had damaged guard bytes during the call. Tensors that outlive it are not
-    checked."""
+    """Returns how many blocks freed during the call have damaged guard bytes. Other blocks are not checked."""
     before = library.guarded_damaged()
     call()
     return int(library.guarded_damaged() - before)
 
 
 def write_behind() -> None:
-    """Writes one byte behind a tensor, to check that the guard bytes detect the write."""
+    """Writes one byte behind the end of a tensor. The caller tests that the guard bytes detect this write."""
     x = torch.empty(3, device="cuda")
     ctypes.CDLL(None).cudaMemset(ctypes.c_void_p(x.data_ptr() + x.nbytes), 0, ctypes.c_size_t(1))
 
 
 def run_samples(spec: OpSpec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Runs forward and backward of some samples, which are made here, so that their tensors are freed on return."""
+    """Runs some samples forward and backward. They are made here, so that their tensors are freed on return."""
     for sample in itertools.islice(spec.sample_inputs(maker("cuda", dtype), shape), SAMPLES):
         forward_and_backward(spec, sample)
 

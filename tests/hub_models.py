@@ -1,6 +1,8 @@
-"""Compares models that use the layers of a hub variant with transformers' own models.
+"""Compares transformers' models whose layers are replaced by those of this package with the unchanged models.
 
     python -m tests.hub_models VARIANT DEVICE      prints its results as JSON, for test_hub.py
+
+VARIANT is the folder of a build of the package for the Hugging Face hub, which provides the layers.
 
 This is a program, because transformers reads USE_HUB_KERNELS once, at import.
 """
@@ -41,14 +43,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", DECODER | {"sliding_window": 8}),
     "gpt2": ("GPT2", GPT2),
 }
-# Maps kernel layer names to our layers. transformers has those up to rotary_pos_emb; name_layers sets the others.
+# Maps Hugging Face's names of kernel layers to classes of layers.py. name_layers sets the names of the last line.
 LAYERS = {"RMSNorm": "RMSNorm", "SiLU": "SiLU", "GeLU": "GeLU", "GeluTanh": "GeluTanh", "NewGELU": "GeluTanh"}
 LAYERS |= {"rotary_pos_emb": "RotaryPosEmb"}
 LAYERS |= {name: name for name in ("LayerNorm", "GemmaRMSNorm", "SwiGLUMLP", "GeGLUMLP")}
 
 
 def name_layers() -> None:
-    """Gives kernel layer names to classes for which transformers has none."""
+    """Gives kernel layer names to the classes that have no such name in transformers."""
     for cls, name in (
         (nn.LayerNorm, "LayerNorm"),
         (gemma3.Gemma3RMSNorm, "GemmaRMSNorm"),
@@ -66,7 +68,7 @@ def make(name: str, dtype: torch.dtype, device: str) -> nn.Module:
     model_class = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}.get(kind, f"{kind}ForCausalLM")
     model = getattr(transformers, model_class)(config).to(dtype).train()
     with torch.no_grad():
-        for parameter in model.parameters():  # norm weights of all ones would hide their wrong use
+        for parameter in model.parameters():  # norm weights of 1 would hide a wrong use of the weights
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.to(device)
 
@@ -80,7 +82,7 @@ def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def replaced(model: nn.Module, namespace: str) -> dict[str, int]:
-    """Counts the forward methods that were replaced by those of our layers, by layer name."""
+    """Returns, for each layer in the module `namespace`, how many modules of the model have its forward method."""
     counted: dict[str, int] = {}
     for module in model.modules():
         for each in (module, *getattr(module, "_kernel_funcs", {}).values()):
@@ -105,9 +107,9 @@ def with_layers(name: str, dtype: torch.dtype, device: str, variant: Path) -> nn
 def main() -> None:
     variant, device = Path(sys.argv[1]), sys.argv[2]
     cases = [(name, dtype, device) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
-    # Runs before the first kernelize, which replaces functions such as apply_rotary_pos_emb in the whole process.
+    # The stock models run before the first kernelize, which replaces functions such as apply_rotary_pos_emb for all.
     stock = {case: step(make(*case)) for case in cases}
-    # The same models in float64. Their parameters are already rounded to dtype.
+    # The same models in float64, whose results are the exact ones. Their parameters were rounded to the dtype before.
     exact = {case: step(make(*case).double()) for case in cases}
 
     kernel = get_local_kernel(variant)

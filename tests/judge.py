@@ -1,20 +1,22 @@
-"""Compares results with float64 and computes the rounding error that each element may have.
+"""Compares an op's results with float64 results, and computes the rounding error that each element may have.
 
 An op computes in float32 (for float64 inputs in float64) and rounds its result once. An element may therefore differ
 from the exact value by
 
     eps(result) |exact| + tiny(result) + c eps(computed) (size + smallest normal number) + rounded + saved
 
+* eps(result), eps(computed): the machine epsilon of the result's dtype, and of the dtype in which the op computes.
 * tiny: the smallest subnormal number of the result's dtype.
 * size: the sum of the absolute values of all terms that the formula adds for this element. The rounding errors of terms
-  remain even if the terms cancel. `c` counts how often a term and its partial sums are rounded; the spec derives it. A
-  denormal number is rounded as much as the smallest normal one. After an overflow any value is allowed.
-* rounded: the change by rounding intermediate numbers, such as logits, to the op's dtype.
-* saved: the change by rounding the results that backward reads. Backward is also compared with the exact gradient for
-  the rounded results (`from_saved` of the spec), where this change is 0.
+  remain even if the terms cancel. A subnormal number may be rounded by as much as the smallest normal number. If `size`
+  overflows, any value of the element is allowed.
+* c: how often a term and the partial sums that contain it are rounded. The op's spec derives it.
+* rounded: the change of the element by rounding intermediate numbers, such as logits, to the op's dtype.
+* saved: the change of a gradient by rounding those outputs of forward that backward reads. The gradient is also
+  compared with the one that is exact for the rounded outputs (`from_saved` of the spec), without this summand.
 
-The function `terms` of a spec computes these sizes. Without it, `perturbed` estimates them: it changes the inputs and
-all intermediate numbers a little and sees how much the exact results change.
+The function `terms` of a spec computes these summands. Without it, `perturbed` estimates `size`: it changes the inputs
+and all intermediate numbers a little and measures how much the exact results change.
 """
 
 import functools
@@ -31,10 +33,11 @@ from torch.utils._pytree import tree_map
 
 from tests.opspec import Call, OpSpec, Sample, Terms, as_tuple, leaves
 
-# In float64 the reference rounds, too, and adds in a different order. `c` must cover the errors of both.
+# In float64 the reference has rounding errors, too, and adds in another order. `c` must cover its errors and the op's.
 LEAST_C_OF_FLOAT64 = 32.0
-# Each of 8 draws changes all numbers by up to eps at random. For few terms the largest change of 8 draws is near the
-# largest possible one. For n terms it is about sqrt(n) times smaller, and so are rounding errors.
+# `perturbed` runs the reference DRAWS times with all numbers changed at random by up to eps, and takes each element's
+# largest change. For a sum of few terms this is near the largest possible change. For n terms it is about sqrt(n) times
+# smaller than the largest possible change, and so are rounding errors.
 DRAWS, C_OF_DRAWS = 8, 16.0
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +57,7 @@ class Result:
 
 
 def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
-    """Runs forward and backward, where grad_out(output) is the gradient of an output."""
+    """Runs the function on the sample, forward and backward. grad_out(output) makes the gradient of an output."""
     with torch.enable_grad():
         outputs = as_tuple(function(*sample.args, **sample.kwargs))
     results = tuple(output.detach() for output in outputs)
@@ -66,7 +69,7 @@ def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor
 
 
 def convert(sample: Sample, dtype: torch.dtype) -> Sample:
-    """Returns the same call with floating-point tensors of another dtype. A seed keeps its dtype."""
+    """Returns a copy of the sample with floating-point tensors of another dtype. A seed keeps its integer dtype."""
 
     def one(x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -76,14 +79,14 @@ def convert(sample: Sample, dtype: torch.dtype) -> Sample:
 
 
 def run_with(function: Callable[..., Any], sample: Sample, grads: list[Tensor]) -> Result:
-    """Runs forward and backward with the given gradients of the results."""
+    """Runs the function on the sample, forward and backward, with the given gradients of its outputs."""
     left = iter(grads)
     return run(function, sample, lambda output: next(left))
 
 
 def of_absolute_values(reference: Callable[..., Any], call: Call) -> Result:
-    """Returns the sizes of the terms of a formula that has only products and sums, by evaluating it for the absolute
-    values of all tensors. All floating-point tensors get gradients."""
+    """Evaluates a formula of products and sums, and its gradients, for the absolute values of all tensors. Each element
+    is then its `size`, the sum of its terms' absolute values. All floating-point arguments get gradients."""
 
     def absolute(x: Any) -> Any:
         is_number = isinstance(x, Tensor) and x.is_floating_point()
@@ -95,10 +98,10 @@ def of_absolute_values(reference: Callable[..., Any], call: Call) -> Result:
 
 @dataclass
 class Truth:
-    """The exact results of a call, and the rounding errors that they may have."""
+    """The exact outputs and gradients of a call, and the Terms that bound the op's rounding errors for each of them."""
 
     exact: Result
-    terms: Callable[[], list[Terms]]  # of the outputs and then of the gradients
+    terms: Callable[[], list[Terms]]  # returns the Terms of each output, and then those of each gradient
     keep_saved: bool = True
 
     @functools.cached_property
@@ -106,7 +109,7 @@ class Truth:
         return self.terms()
 
     def allowed(self, number: int, dtype: torch.dtype) -> Tensor:
-        """Returns the error that each element of a tensor may have."""
+        """Returns the error that each element of output or gradient `number` may have if the op gives it in `dtype`."""
         _, exact = list(self.exact.tensors())[number]
         terms = self.known_terms[number]
         info = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
@@ -117,19 +120,19 @@ class Truth:
 
 
 def zero_for_nan(x: Tensor | float) -> Tensor:
-    """Replaces NaN, which means that an input is not finite, by 0. Only the error of one rounding is allowed there."""
+    """Replaces NaN, which means an infinite or NaN input, by 0. The element may then have the error of one rounding."""
     return torch.as_tensor(x).nan_to_num(0.0, math.inf)
 
 
 def least_allowed(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the error of one rounding of the exact value."""
+    """Returns a bound of the error of rounding each exact value to the dtype once."""
     info = torch.finfo(dtype)
     return exact.abs() * info.eps + info.smallest_normal * info.eps
 
 
 @dataclass
 class Expected:
-    """The exact results of a whole call and, if backward reads rounded results, of each operator alone."""
+    """The exact results of a call. If the spec has `from_saved`, also those exact for the op's rounded outputs."""
 
     spec: OpSpec
     call: Call
@@ -146,7 +149,7 @@ class Expected:
 
 
 def terms_of(spec: OpSpec, call: Call) -> list[Terms]:
-    """Returns what bounds the rounding errors of every output and of the gradient of each leaf."""
+    """Returns the Terms of every output, and then those of the gradient of each leaf."""
     assert spec.terms is not None
     with torch.no_grad():
         outputs, gradients = spec.terms(call)
@@ -154,8 +157,9 @@ def terms_of(spec: OpSpec, call: Call) -> list[Terms]:
 
 
 class Rounded(TorchDispatchMode):
-    """Changes every number that PyTorch computes, forward and backward, by a random error of up to eps. A denormal
-    number changes as much as the smallest normal one. A number that overflows the dtype becomes infinite."""
+    """Changes every number that PyTorch computes, forward and backward, by a random relative error of up to eps. A
+    subnormal number changes by up to eps times the smallest normal one. A number beyond the dtype's range becomes
+    infinite."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -178,16 +182,15 @@ class Rounded(TorchDispatchMode):
 
 
 def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[Terms]:
-    """Estimates sizes by random changes of up to eps of the inputs and of all intermediate results of the reference. A
-    PyTorch operator such as a norm changes its result as a whole."""
+    """Estimates each element's `size` by random relative changes of up to eps of inputs and intermediate results of the
+    reference. Of a PyTorch operator such as a norm, only the result is changed."""
     mode = Rounded(call.computed)
 
     def moved(x: Any) -> Any:
         return mode.changed(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
-    changes = [
-        x.double().abs() for _, x in exact.tensors()
-    ]  # a size is at least the value itself, for results that are not sums
+    # The `size` of an element is at least its value, even if the element is no sum.
+    changes = [x.double().abs() for _, x in exact.tensors()]
     for _ in range(DRAWS):
         sample = Sample(tuple(map(moved, call.sample.args)), {name: moved(x) for name, x in call.sample.kwargs.items()})
         grads = [moved(g) for g in call.grads]
@@ -235,9 +238,9 @@ def dtype_of(sample: Sample) -> torch.dtype:
 
 
 def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Expected:
-    """Returns the exact results of a call, from the reference in float64."""
+    """Returns the results that a call of the op should give, which the spec's reference computes in float64."""
     reference, double = spec.by_hand or spec.reference, convert(sample, torch.float64)
-    grads: list[Tensor] = []  # gradients of the results that require grad, in their order
+    grads: list[Tensor] = []  # the gradients of those outputs that require grad
 
     def kept(output: Tensor) -> Tensor:
         grads.append(grad_out(output).detach())
@@ -252,7 +255,8 @@ def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -
 
 
 def assert_right(ours: Result, expected: Expected, what: str, limits: bool = False, nan_for_inf: bool = False) -> None:
-    """Asserts that every tensor is within the bound, and has NaN and infinities where the exact result has them.
+    """Asserts that every output and gradient is within its error bound, and has NaN and infinities where the exact one
+    has them.
 
     With `limits`, a finite value is right where the reference's formula gives NaN. With `nan_for_inf`, NaN is right
     where the formula gives an infinity.
@@ -271,7 +275,7 @@ def assert_right(ours: Result, expected: Expected, what: str, limits: bool = Fal
 
 
 def unwritten(name: str, device: str | None) -> str:
-    """Says in which lines an op's kernels, as `new --schema` generated them, lack the formula for a device."""
+    """Returns in which lines the kernels that `new --schema` generated still lack the formula, or "" if in none."""
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in sorted((ROOT / "extension_cpp" / "csrc" / name).glob("*"))
@@ -283,7 +287,7 @@ def unwritten(name: str, device: str | None) -> str:
 
 
 def unequal(got: Tensor, exact: Tensor) -> str | None:
-    """Says where a result differs from the rounded reference, or returns None if it does not. NaN equals NaN."""
+    """Returns where a result differs from the exact one, rounded to its dtype, or None. NaN counts as equal to NaN."""
     if got.dtype.is_floating_point != exact.dtype.is_floating_point or (
         not got.dtype.is_floating_point and got.dtype != exact.dtype
     ):
@@ -298,7 +302,7 @@ def unequal(got: Tensor, exact: Tensor) -> str | None:
 
 
 def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_inf: bool = False) -> str | None:
-    """Says what is wrong with a tensor, or returns None if it is right."""
+    """Returns a message that says which elements of an output or gradient are wrong, or None if none are."""
     _, exact = list(truth.exact.tensors())[number]
     x, finite = got.double(), is_finite(exact, got.dtype)
     if finite is not None and (message := wrong_specials(x, exact, limits, nan_for_inf)):
@@ -308,7 +312,7 @@ def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_
         overflows = (exact.abs() > torch.finfo(got.dtype).max * 1.01) & (exact.abs() < math.inf)
         is_right = (x == exact.sign() * math.inf) | (x.isnan() & nan_for_inf)
         error = torch.where(overflows, torch.where(is_right, 0, math.inf), error)
-    over = ~(error <= least_allowed(exact, got.dtype))  # a fast test first: most results are within one rounding
+    over = ~(error <= least_allowed(exact, got.dtype))  # a fast first test, which most tensors pass
     if finite is not None:
         over &= finite | overflows
     if not over.any():
@@ -326,7 +330,7 @@ def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_
 
 
 def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Returns where the exact value is well inside the dtype's range. None means everywhere, and saves time."""
+    """Returns a mask of the exact values below 99 % of the dtype's largest number. None means all, and saves time."""
     limit = torch.finfo(dtype).max * 0.99
     if exact.numel() == 0:
         return None
@@ -337,7 +341,7 @@ def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def wrong_specials(x: Tensor, exact: Tensor, limits: bool, nan_for_inf: bool) -> str | None:
-    """Says where NaN and infinities differ from those of the exact result, or returns None."""
+    """Returns a message if NaN or infinities are not where the exact result has them, and otherwise None."""
     special = ~(exact.abs() < math.inf)
     if not special.any():
         return None

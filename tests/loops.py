@@ -1,5 +1,8 @@
-"""Loop references of scans with handwritten gradients. Their values and first gradients equal those of the loops under
-autograd bit for bit (test_scan.py), in a third of the time. The battery calls them thousands of times."""
+"""References of the scans: loops over the time steps with handwritten gradients, for tests/battery.
+
+Their values and first gradients have the same bits as those of the loops in extension_cpp.reference under autograd
+(test_scan.py), but take a third of the time. tests/battery calls the references thousands of times.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +12,7 @@ from torch import Tensor
 
 import extension_cpp
 
-PART = 1 << 14  # the same number as SCAN_PART in csrc/scan/scan.h
+PART = 1 << 14  # time steps that the CPU scans as one part; equals SCAN_PART in csrc/scan/scan.h
 
 
 def steps_of(x: Tensor, dim: int, reverse: bool = False) -> list[Tensor]:
@@ -18,7 +21,7 @@ def steps_of(x: Tensor, dim: int, reverse: bool = False) -> list[Tensor]:
 
 
 def back(steps: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Stacks steps, which are in their order of calculation, along `dim` of a contiguous tensor."""
+    """Moves the time dimension of `steps`, which is dimension 0 in the order of calculation, to dimension `dim`."""
     return (steps.flip(0) if reverse else steps).movedim(0, dim).contiguous()
 
 
@@ -52,7 +55,7 @@ class Recurrence(torch.autograd.Function):
 def linear_recurrence(
     a: Tensor, b: Tensor, h0: Tensor | None = None, *, dim: int = -2, reverse: bool = False
 ) -> Tensor:
-    """Computes the same as extension_cpp.reference.linear_recurrence."""
+    """Computes extension_cpp.reference.linear_recurrence, with the handwritten gradient."""
     if b.numel() == 0 or b.dim() == 0:
         return extension_cpp.reference.linear_recurrence(a, b, h0, dim=dim, reverse=reverse)
     first = b.new_zeros(b.shape[:dim] + b.shape[dim:][1:]) if h0 is None else h0
@@ -89,7 +92,7 @@ class LogCumSumExp(torch.autograd.Function):
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Computes torch.logcumsumexp, whose own gradient loses digits in logarithms of gradients."""
+    """Computes torch.logcumsumexp, but not by PyTorch's gradient, which loses digits in logarithms of gradients."""
     if x.numel() == 0 or x.dim() == 0:
         return x * 1
     return LogCumSumExp.apply(x, dim)

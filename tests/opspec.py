@@ -1,5 +1,5 @@
-"""OpSpec says what one op promises, modelled on PyTorch's OpInfo. Each tests/specs/<op>.py defines a SPEC. The battery
-(tests/battery) and the benchmarks find all specs by glob."""
+"""Defines OpSpec, which describes one op for its tests and benchmarks, as PyTorch's OpInfo does. Each file
+tests/specs/<op>.py defines an OpSpec named SPEC. tests/battery and the benchmarks find these files by glob."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 COMPUTED = "computed"  # in result_dtypes
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# make(shape) returns a tensor of the dtype, device, layout and requires_grad under test.
+# The type of make(shape), which returns a tensor with the dtype, device, layout and requires_grad that a test asks for.
 Make = Callable[[Sequence[int]], Tensor]
 
 
@@ -37,7 +37,8 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -> Callable[..., Any]:
-    """Wraps a function of lists of tensors, so that each tensor is an argument. All lists have the same length."""
+    """Wraps a function that takes lists of tensors, so that it takes each tensor of the lists as a separate argument.
+    All lists of a call have the same length."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, list) and all(isinstance(each, Tensor) for each in x) for x in args):
@@ -54,7 +55,7 @@ def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -
 
 
 def in_single_tensors(samples: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that returns or yields samples, so that each tensor of a list becomes an argument."""
+    """Wraps a function that returns or yields samples, so that each tensor of a list becomes a separate argument."""
 
     def one(sample: Sample) -> Sample:
         args = (x if isinstance(x, list) else [x] for x in sample.args)
@@ -74,7 +75,8 @@ def _copy(x: Any) -> Any:
 def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
     """Wraps a function to run on copies of the arguments that it writes, and to return its results and these copies.
 
-    is_written has a bool for each argument, because torch.compile of 2.11 evaluates `number in list` wrongly.
+    `is_written` has a bool for each argument. A list of the written arguments' numbers does not work, because PyTorch
+    2.11's torch.compile evaluates `number in list` wrongly.
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -87,22 +89,22 @@ def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Calla
 
 @dataclass(frozen=True)
 class Terms:
-    """Bounds the rounding errors of a result or gradient by the size of the terms that add up to each element."""
+    """Bounds the rounding errors of an output or gradient by the sizes of the terms that add up to each element."""
 
     size: Tensor  # the sum of the terms' absolute values; broadcasts to the shape of the result
-    c: float = 4.0  # how often a term and its partial sums are rounded, in units of eps
-    saved: Tensor | float = 0.0  # the change by rounding the results that backward reads
-    rounded: Tensor | float = 0.0  # the change by rounding other numbers before their use
+    c: float = 4.0  # how often a term and the partial sums that contain it are rounded
+    saved: Tensor | float = 0.0  # the change of a gradient by rounding those outputs of forward that backward reads
+    rounded: Tensor | float = 0.0  # the change of the result by rounding other intermediate numbers
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in float64, as the functions `terms` and `from_saved` of a spec get it."""
+    """A call of the op with its tensors in float64. A spec's functions `terms` and `from_saved` get a Call."""
 
     sample: Sample
-    outputs: tuple[Tensor, ...]  # the exact outputs; for from_saved, the outputs of the op
+    outputs: tuple[Tensor, ...]  # for `terms` the exact outputs, for `from_saved` the op's rounded outputs
     grads: list[Tensor]  # the gradient of each output
-    dtype: torch.dtype  # the dtype of the op's tensors
+    dtype: torch.dtype  # the dtype of the tensors with which the test calls the op
 
     @property
     def computed(self) -> torch.dtype:
@@ -119,16 +121,16 @@ class Call:
 
     @property
     def least(self) -> float:
-        """Returns the smallest normal number. Smaller exponentials and products of half types may become 0."""
+        """Returns the smallest normal number of the computation. For half types, smaller exponentials may become 0."""
         return torch.finfo(self.computed).smallest_normal
 
     @property
     def c_of_exp(self) -> float:
-        """Returns the roundings of a sum of exponentials. For half types, exp has an error of 24 eps(float32)."""
+        """Returns `c` of a sum of exponentials. For half types it contains exp's error of 24 eps(float32)."""
         return 32.0 if self.dtype.itemsize == 2 else 8.0
 
     def rounding(self, x: Tensor) -> Tensor:
-        """Returns how far x moves at most when it is rounded to the dtype of the call."""
+        """Returns a bound of the change of each element of x when x is rounded to the dtype of the call."""
         info, size = torch.finfo(self.dtype), x.abs()
         moves = torch.where(size > info.max, torch.inf, size * info.eps + info.smallest_normal * info.eps)
         return torch.where(size == torch.inf, 0, moves)
@@ -145,16 +147,16 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class Bench:
-    """Says what to time. The floor is the number of elements in each input and output, each read or written once."""
+    """A call to time, and the least number of elements that it moves: each one of its inputs and outputs once."""
 
     sample: Callable[[Make, Sequence[int]], Sample]
-    forward: float  # elements moved per element of the shape, at least
-    backward: float  # 0: backward moves nothing
-    flat: bool = False  # the time does not depend on the width, so that one shape is enough
+    forward: float  # least number of elements that forward reads and writes, per element of the shape
+    backward: float  # the same number for backward, or 0 if backward moves nothing
+    flat: bool = False  # the op's time does not depend on the row width, so that one width is timed
     # Whether each line of the results depends on the same line of the first tensor alone. If not, the judge compares
     # whole results.
     by_lines: bool = True
-    # PyTorch's own implementation, where it differs from the reference.
+    # PyTorch's implementation of the op to compare with. If None, this is the reference.
     stock: Callable[..., Any] | None = None
     # Arithmetic operations per element of the shape, forward and backward, for the roofline. exp, log, division and
     # square root count as one operation each, and random bits as none.
@@ -163,14 +165,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of an op, every pair of which is tested."""
+    """The options of an op. battery/test_options.py tests each combination of values of any two options."""
 
-    values: dict[str, tuple[Any, ...]]  # by option, the values to test beside the default
-    sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # makes the call with the chosen values
+    values: dict[str, tuple[Any, ...]]  # for each option, the values to test beside its default
+    sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # makes a call with given values of some options
 
 
 def without_gradients(samples: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of `make`, so that the tensors of its samples require no grad."""
+    """Wraps a function that makes samples by `make`, so that the tensors in them do not require grad."""
     return lambda make, *others: samples(lambda shape: make(shape).detach(), *others)
 
 
@@ -184,47 +186,49 @@ class OpSpec:
     sample_inputs: Callable[[Make, Sequence[int]], Iterator[Sample]]
     error_inputs: Callable[[str], Iterator[ErrorSample]]
     bench: Bench
-    keeps_strides: bool  # the result has the strides of the first input, where that is dense
-    # The number of GPU kernels of one forward and of one backward.
+    keeps_strides: bool  # the result has the strides of the first input, if this input is dense
+    # The numbers of GPU kernels that one call of forward and one of backward launch.
     launches: tuple[int, int]
     # The least and the greatest number of dimensions of the first tensor. None means any number.
     least_rank: int = 0
     greatest_rank: int | None = None
     second_order: bool = True
-    differentiable: bool = True  # if False, no argument gets a gradient, and samples have no leaves
-    # The names of arguments that are lists of tensors. The battery passes each tensor as an argument of its own, named
-    # "xs[0]", to samples, `function` and `reference`. All lists of all samples have two tensors.
+    differentiable: bool = True  # if False, no argument gets a gradient, and no tensor of a sample requires grad
+    # The names of the arguments that are lists of tensors. In samples, `function` and `reference`, each tensor of a
+    # list `xs` is a separate argument, "xs[0]" or "xs[1]". All lists in samples have two tensors.
     lists: tuple[str, ...] = ()
     unknown_sizes: bool = False  # the shape of a result depends on values of the inputs
-    # The names of arguments that the op writes. The battery calls `function` and `reference` on copies of them and
-    # compares the copies as further results. `in_place` is the function itself.
+    # The names of the arguments that the op writes. `function` and `reference` are wrapped to run on copies of these
+    # arguments and to return the copies as further results. `in_place` is the function without this wrapper.
     mutates: tuple[str, ...] = ()
     in_place: Callable[..., Any] | None = None
-    exact: tuple[int, ...] = ()  # results that must equal the rounded reference, as integer results always must
-    # The dtypes of floating-point results. None means the dtype of the call. COMPUTED means float32 for calls of a half
-    # type, and otherwise the dtype of the call.
+    # The numbers of the floating-point outputs that must equal the rounded reference, as integer outputs always must.
+    exact: tuple[int, ...] = ()
+    # The dtypes of the floating-point results. None means the dtype of the op's first argument. COMPUTED means float32
+    # if this is a half type, and otherwise this dtype.
     result_dtypes: tuple[torch.dtype | str | None, ...] = ()
-    # The reference in elementary operations, where PyTorch's own operator is wrong under torch.func's transforms.
+    # The reference written in elementary operations, if `reference` itself is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
-    # The reference with handwritten first gradients, where loops under autograd take too long.
+    # The reference with handwritten first gradients, if loops in `reference` take too long under autograd.
     by_hand: Callable[..., Any] | None = None
     positional: bool = False  # a result depends on the element's index, as a random mask does
-    # terms(call) returns the terms of each output and, by argument index, those of each gradient. If None, random
-    # changes of the inputs estimate them (tests/judge.py), which runs the reference eight times.
+    # terms(call) returns the Terms of each output and, by argument index, those of each gradient. If None,
+    # tests/judge.py estimates the Terms by running the reference eight times with random changes.
     terms: Callable[[Call], tuple[list[Terms], dict[int, Terms]]] | None = None
-    # Says, for a spec without `terms`, that backward reads rounded results of the op.
+    # Says, for a spec without `terms`, that backward reads the op's rounded outputs.
     saves_results: bool = False
-    # from_saved(call): float64 outputs and gradients if backward reads call.outputs, the op's rounded results.
+    # from_saved(call) is for an op whose backward reads its rounded outputs, which are call.outputs. It returns the
+    # outputs in float64, and the gradients that are exact for the rounded outputs.
     from_saved: Callable[[Call], tuple[tuple[Tensor, ...], list[Tensor]]] | None = None
-    # How many of the wrong results planted by test_judge.py are too small to see. The spec says why.
+    # How many of the errors that test_judge.py plants in results are below the error bound. The op's spec says why.
     unseen: int = 0
-    # A tree of partial results may give NaN, by inf * 0 or inf - inf, where the reference's loop gives an infinity.
+    # If True, the op may return NaN where the reference returns an infinity, because it adds in another order.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
     has_products: bool = False  # the op calls PyTorch's matrix products, is not timed, and its launches are not counted
     float_results: bool = False  # the results are float32 where the inputs are of a half type
     float_weights: bool = False  # one-dimensional inputs may be float32 where the others are of a half type
-    # Further benchmarks of the op, by name. Their samples contain no random masks.
+    # Further benchmarks of the op, by name. In their samples no result depends on a random mask.
     variants: dict[str, Bench] = field(default_factory=dict, hash=False)
     # Required if the op has two or more options. An optional tensor is an option, and so is a shape that broadcasts.
     options: Options | None = field(default=None, hash=False)

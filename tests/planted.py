@@ -1,10 +1,11 @@
-"""Measures the tests: plants the errors of planted_errors.py one by one, and lists the errors that no test detects.
+"""Measures how many errors the tests detect: plants the errors of planted_errors.py in the sources, one at a time.
 
     python -m tests.planted [NUMBER | FILE]... [--cpu | --gpu] [--jobs N] [--everything]
-    python -m tests.planted --check    # only whether each error still applies
+    python -m tests.planted --check    # only checks that each error's passage still occurs in its file
 
-Each error is planted in a copy of the checkout, in which ninja compiles only what changed. A test kills the error if it
-fails there and passes in an unchanged copy. Exit status: 1 if an error is not killed and not marked `survives`.
+Each error is planted in a copy of the checkout, in which ninja compiles only the changed files. A test kills the error
+if the test fails in this copy and passes in an unchanged copy. The exit status is 1 if an error that is not marked
+`survives` is not killed.
 """
 
 import argparse
@@ -25,18 +26,18 @@ import build_library
 from tests.planted_errors import CSRC, ERRORS, Planted
 
 ROOT = build_library.ROOT
-FOREIGN = 5  # the tests are useless if so many of them also fail in an unchanged copy
+FOREIGN = 5  # `judge` gives up when this many tests also fail in an unchanged copy
 
 
 def planted_text(root: Path, error: Planted) -> str:
-    """Returns the changed file, or "" if the passage does not occur exactly once."""
+    """Returns the text of the error's file with the error in it, or "" unless the replaced passage occurs just once."""
     path = root / error.file
     text = path.read_text() if path.exists() else ""
     return text.replace(error.old, error.new) if text.count(error.old) == 1 else ""
 
 
 def copy_checkout(to: Path) -> None:
-    """Copies git's files and the build, with the times that ninja compares."""
+    """Copies the files that git does not ignore, the library and the builds, with their times, which ninja compares."""
     git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(git, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
     for name in (*names, f"extension_cpp/{build_library.LIBRARY}"):
@@ -57,7 +58,7 @@ def build(root: Path) -> bool:
 
 
 def failing_test(root: Path, output: str) -> str:
-    """Returns the test that failed, or in which the process ended."""
+    """Returns the name of the test that failed, or of the running test if pytest's process crashed."""
     last = root / ".pytest_cache" / "v" / "cache" / "lastfailed"
     failed = json.loads(last.read_text()) if last.exists() else {}
     begun = re.findall(r"^(tests/\S+?\.py::.*?)(?: (?:PASSED|FAILED|SKIPPED|ERROR|XFAIL).*)?$", output, re.MULTILINE)
@@ -65,7 +66,7 @@ def failing_test(root: Path, output: str) -> str:
 
 
 def judge(root: Path, unchanged: Path, tests: list[str], timeout: float) -> tuple[str, str]:
-    """Returns the verdict on an error that is planted and built in root, and the test that decided."""
+    """Runs the tests in `root`, where an error is planted. Returns the verdict on it and the test that decided it."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-v", "--color=no", "--cache-clear"]
     foreign: list[str] = []
     while len(foreign) < FOREIGN:
@@ -87,7 +88,7 @@ def judge(root: Path, unchanged: Path, tests: list[str], timeout: float) -> tupl
 
 
 def measure(error: Planted, built: Path, unchanged: Path, everything: bool, timeout: float) -> tuple[str, str]:
-    """Plants one error in a copy of the tree `built`, and returns judge's verdict. Tests also run in `unchanged`."""
+    """Plants an error in a copy of `built` and returns the verdict of `judge`, which repeats tests in `unchanged`."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name, "tree")
         shutil.copytree(built, root)
@@ -100,7 +101,7 @@ def measure(error: Planted, built: Path, unchanged: Path, everything: bool, time
 
 
 def chosen(options: argparse.Namespace) -> dict[int, Planted]:
-    """Returns the errors that the options name, by number."""
+    """Returns the errors that the command line selects, as a dictionary from their numbers."""
     return {
         number: error
         for number, error in enumerate(ERRORS, 1)

@@ -1,6 +1,7 @@
-"""Errors that a review may miss, for tests/planted.py. Authors of new ones must not have read the tests.
+"""Lists the errors that tests/planted.py plants in the sources. They are errors that a reviewer may overlook.
 
-Each error changes one passage of one file, which occurs there exactly once. Its number is its place in ERRORS.
+The author of a new error must not have read the tests. Each error replaces one passage, which must occur exactly once
+in its file. An error's number is its position in ERRORS.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ class Planted:
     file: str
     old: str
     new: str
-    why: str  # which input shows the error, and how
+    why: str  # which input makes the error visible, and what is then wrong
     tests: str  # pytest's arguments: the tests that should detect the error
     gpu: bool = False  # only a GPU shows the error
     survives: str = ""  # why no test has to detect the error

@@ -1,4 +1,4 @@
-"""Tests silu, gelu and their derivatives in both tails, where exp underflows, for infinities, NaN and signed zeros."""
+"""Tests silu, gelu and their derivatives for large |x|, where exp underflows, for infinities, NaN and signed zeros."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ C, D = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 
 
 def _of_logistic(x: Tensor, u: Tensor, u1: Tensor | float, u2: Tensor | float) -> tuple[Tensor, ...]:
-    """Returns x s(u) and its first two derivatives in x, given u and the derivatives u1 and u2 of u."""
+    """Returns x * sigmoid(u) and its first two derivatives with respect to x. u1 and u2 are the derivatives of u."""
     s, rest = torch.sigmoid(u), torch.sigmoid(-u)
     slope = s * rest
     return x * s, s + x * slope * u1, slope * (2 * u1 + x * u2 + x * u1 * u1 * (rest - s))
@@ -33,8 +33,8 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, ...]:
     return _of_logistic(x, C * x + D * x**3, C + 3 * D * x * x, 6 * D * x)
 
 
-# Each function, its exact value and derivatives in float64, and the bound of its relative error away from zeros, in
-# eps. The bound comes from a few roundings. gelu_tanh also rounds u three times, which exp magnifies by |u| <= 103.
+# For each op: the op, its exact value and derivatives in float64, and a bound of its relative error in eps, from the
+# formula's roundings. gelu_tanh also rounds u three times, and exp(u) has |u| <= 103 times u's relative error.
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, ...]], float]] = {
     "silu": (extension_cpp.silu, _silu, 8),
     "gelu": (extension_cpp.gelu, _gelu, 12),
@@ -54,20 +54,21 @@ def derivatives(f: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_both_tails(name: str, dtype: torch.dtype, device: str) -> None:
-    """The error is small relative to the result, even where the result is tiny. Near a zero of a derivative it is
-    relative to the terms that cancel."""
+    """Values and derivatives have a small relative error, even where they are tiny. Near a zero of a derivative, the
+    error is small relative to the terms of the derivative, which cancel there."""
     function, exact, units = FUNCTIONS[name]
     x = torch.cat([torch.linspace(-20, 20, 400_001), torch.linspace(-120, -20, 10_001)]).to(dtype).to(device)
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-    # The result of a half type is rounded once more. Its float32 arithmetic has a relative error below 2^-15.
+    # For half types, the float32 arithmetic has a relative error below 2^-15, and its result is then rounded once.
     units = units if dtype is torch.float32 else 0.5 + (2**-15 + units * 2**-23) / eps
     at = x.double()
-    # An upper limit of the terms that cancel in the derivatives: 1 + x^2 times the tail of s (1 - s) or of the density.
+    # An upper bound of the terms that cancel in a derivative. It is 1 + x^2 times exp(-|x|), which bounds the
+    # derivative of silu's sigmoid, or times exp(-x^2 / 2), which bounds gelu's normal density.
     terms = torch.exp(-at.abs() if name == "silu" else -at * at / 2) * (1 + at * at)
     for order, (got, want) in enumerate(zip(derivatives(function, x), exact(at), strict=True)):
         scale = want.abs() + (terms if order and dtype is torch.float32 else 0.25 * terms if order else 0)
-        # Below the smallest normal number errors are absolute, also in tiny factors, which |x| <= 110 magnifies. For
-        # half types a GPU's exp2 is 0 below 2^-126, also in the density, which |x| <= 13.3 magnifies.
+        # The error of a subnormal number is absolute, and is multiplied by |x| <= 110. For half types, a GPU's exp2
+        # returns 0 instead of a number below 2^-126, also in gelu's density, which is multiplied by |x| <= 13.3.
         flushed = 2.0**-125 if dtype is torch.float32 else 2.0**-123
         bound = units * eps * scale + (eps * smallest if dtype is not torch.float32 else 2.0**-149) * 128 + flushed
         worst = ((got.double() - want).abs() / bound).max().item()
@@ -77,13 +78,13 @@ def test_both_tails(name: str, dtype: torch.dtype, device: str) -> None:
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_small_results_keep_their_digits(name: str, dtype: torch.dtype, device: str) -> None:
-    """Near float32's subnormal numbers the error is at most 1/64 of the result or a few smallest subnormals."""
+    """Near float32's subnormal numbers, the error is at most 1/64 of the result plus the size of a subnormal number."""
     function, exact, _ = FUNCTIONS[name]
     x = torch.linspace(-100, -85, 301) if name == "silu" else torch.linspace(-13, -9, 301)
     x = x.to(dtype).to(device)
     for got, want in zip(derivatives(function, x), exact(x.double()), strict=True):
         tiny = 2.0**-133 if dtype is torch.bfloat16 else 2.0**-142
-        # The second derivative of gelu_tanh multiplies a subnormal s (1 - s) by x u'^2 <= 2^13.
+        # gelu_tanh's second derivative multiplies a subnormal derivative of the sigmoid by x u'^2 <= 2^13.
         tiny = max(tiny, 2.0**-136) if name == "gelu_tanh" else tiny
         # On the GPU, gelu in bfloat16 is 0 where exp(-x^2 / 2) is subnormal in float32.
         tiny = 2.0**-126 if device == "cuda" and dtype is torch.bfloat16 and name == "gelu" else tiny
@@ -93,12 +94,12 @@ def test_small_results_keep_their_digits(name: str, dtype: torch.dtype, device: 
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_beyond_the_tails(name: str, dtype: torch.dtype, device: str) -> None:
-    """For large |x| the value is its limit, x on the right and 0 on the left. The derivatives are 1 and 0."""
+    """For large |x|, the value is its limit x or 0, the first derivative its limit 1 or 0, and the second one 0."""
     function, _, _ = FUNCTIONS[name]
     x = torch.tensor([200.0, 1e4, 1e19, 1e30, 3e38], dtype=dtype, device=device)
     for sign, limits in ((1, (x, 1, 0)), (-1, (0, 0, 0))):
         for got, limit in zip(derivatives(function, sign * x), limits, strict=True):
-            # In float64, gelu becomes 0 only below x = -39, and silu only below x = -750.
+            # At x = -200 in float64, silu is not 0 yet, but about -1e-85.
             near = 1e-80 if dtype is torch.float64 else 0.0
             torch.testing.assert_close(got, torch.zeros_like(x) + limit, rtol=0, atol=near)
     inf = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Tests autocast with one tensor in another dtype than the others, for every op with an autocast rule in ops.py."""
+"""Tests each op with an autocast rule in ops.py under autocast, with one tensor in another dtype than the others."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ NAMES = ("linear_recurrence", "cross_entropy", "linear_cross_entropy", "rotary_e
 
 
 def cast(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Casts the floating-point arguments by hand, as the op's docstring says that autocast does."""
+    """Returns the floating-point arguments in the dtypes to which autocast should cast them, by the op's docstring."""
     if name == "linear_recurrence":
         widest = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
         return [x.to(widest) for x in tensors]
@@ -28,7 +28,7 @@ def cast(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         of_q = torch.promote_types(q.dtype, k.dtype)
         of_cos = of_q if cos.dtype == sin.dtype == of_q else torch.promote_types(of_q, torch.float32)
         return [q.to(of_q), k.to(of_q), cos.to(of_cos), sin.to(of_cos)]
-    if name == "linear_cross_entropy":  # class weights have no gradient and keep their dtype
+    if name == "linear_cross_entropy":  # the class weights do not require grad and keep their dtype
         return [x.to(AUTOCAST) if x.requires_grad and x.dtype is not torch.float64 else x for x in tensors]
     return list(tensors)
 
@@ -38,7 +38,7 @@ def is_float(x: Any) -> bool:
 
 
 def called(function: Any, sample: Sample) -> list[Tensor] | str:
-    """Returns results and gradients, or the message of the error."""
+    """Runs the function forward and backward. Returns its outputs and gradients, or the message of a RuntimeError."""
     try:
         return [x for _, x in run(function, sample, random_grad()).tensors()]
     except RuntimeError as error:
@@ -46,8 +46,8 @@ def called(function: Any, sample: Sample) -> list[Tensor] | str:
 
 
 def same(ours: list[Tensor] | str, by_hand: list[Tensor] | str, float_loss: bool) -> bool:
-    """Returns whether both calls gave the same bits, or the same error message. A float32 loss is rounded to the other
-    dtype before the comparison."""
+    """Returns whether the calls with autocast and with casts by hand gave the same bits or the same error. `float_loss`
+    allows that only the first call has a float32 loss, which is then rounded before the comparison."""
     if isinstance(ours, str) or isinstance(by_hand, str):
         return ours == by_hand
     if float_loss and ours[0].dtype is torch.promote_types(by_hand[0].dtype, torch.float32):
@@ -59,8 +59,8 @@ def same(ours: list[Tensor] | str, by_hand: list[Tensor] | str, float_loss: bool
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.name in NAMES], ids=str)
 def test_one_tensor_in_another_dtype(spec: OpSpec, device: str) -> None:
-    """Under autocast, the op gives the results and gradients of tensors cast by hand, and refuses what it refuses of
-    them."""
+    """Under autocast, an op gives the same outputs and gradients as for tensors cast by hand. If it raises an error for
+    the cast tensors, it raises the same error under autocast."""
     accepted = set()
     for dtype, other in itertools.permutations(DTYPES, 2):
         for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (4, 6))):

@@ -1,6 +1,7 @@
-"""registration/autograd.py behaves like torch.library.register_autograd, but calls no-grad overloads without gradients.
+"""Tests that registration/autograd.py behaves like torch.library.register_autograd, except that it calls an operator's
+no-grad overload if no gradient is needed.
 
-The battery tests opcheck, torch.compile, second derivatives, no_grad, inference mode and threads for every op;
+tests/battery tests every op with opcheck, torch.compile, second derivatives, no_grad, inference mode and threads.
 test_norm.py tests autocast.
 """
 
@@ -51,7 +52,7 @@ def test_what_comes_after_autograd_is_what_pytorch_says() -> None:
     assert _AFTER_AUTOGRAD.raw_repr() == torch._C._after_autograd_keyset.raw_repr()
 
 
-# An operator with defaults and a keyword-only argument. `given` records the arguments of its setup_context.
+# Defines an operator with default values and a keyword-only argument. `given` records what its setup_context receives.
 
 library = torch.library.Library("autograd_test", "DEF")
 library.define("scaled(Tensor x, Tensor? y=None, float factor=2.0, *, bool negate=False) -> Tensor")
@@ -130,7 +131,7 @@ def test_other_schemas_are_refused(schema) -> None:
 
 
 def test_lists_in_torchs_own_registration() -> None:
-    """PyTorch's own register_autograd treats a list of tensors as docs/registration.md says."""
+    """With PyTorch's register_autograd, torch.func.grad and vmap reject a list, as docs/registration.md says."""
     op = "autograd_test::total_of_list"
     library.define("total_of_list(Tensor[] xs) -> Tensor")
     library.impl("total_of_list", lambda xs: torch.stack(xs).sum(0), "CPU")
@@ -179,7 +180,7 @@ register_autograd(
 
 
 def test_lists() -> None:
-    """An operator on a list has gradients of every order, forward mode, torch.func's transforms and torch.compile."""
+    """An operator on a list of tensors has gradients of every order, and works in torch.func and torch.compile."""
     op = torch.ops.autograd_test.scale_all
     x, y, by = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (4,), ()))
 
@@ -205,7 +206,7 @@ def test_lists() -> None:
         assert_equal(tree_leaves(transform(ours)(*args)), tree_leaves(transform(theirs)(*args)))
 
 
-# ---- results: only the first of layer_norm's three has a derivative ----
+# ---- Outputs: the operator layer_norm has three, of which only the first is differentiable ----
 
 
 def test_outputs_and_the_name_of_the_node(tensors) -> None:
@@ -217,7 +218,7 @@ def test_outputs_and_the_name_of_the_node(tensors) -> None:
 
 
 def test_saved_tensors_are_guarded(tensors) -> None:
-    """backward raises after a saved tensor changed in place, and after an earlier backward freed the saved tensors."""
+    """backward raises an error after a saved tensor was changed in place, and after a backward that freed it."""
     x = tensors[0]
     y = layer_norm(*tensors)
     with torch.no_grad():
@@ -266,7 +267,7 @@ def test_checkpointing(use_reentrant, tensors) -> None:
 
 
 def test_vmap(tensors) -> None:
-    """vmap over x gives the result and the gradients of one call on the whole tensor."""
+    """vmap of layer_norm over x gives the same result and gradients as one call of layer_norm on all of x."""
     expected = gradients(layer_norm, tensors)
     mapped = torch.func.vmap(layer_norm, (0, None, None))
     torch.testing.assert_close(mapped(*tensors), layer_norm(*tensors))
@@ -274,7 +275,7 @@ def test_vmap(tensors) -> None:
 
 
 def test_func_grad_is_autograds(tensors) -> None:
-    """torch.func.grad gives the same bits as torch.autograd.grad. The battery tests every transform."""
+    """torch.func.grad of layer_norm gives the same bits as torch.autograd.grad. tests/battery tests all transforms."""
     (expected,) = torch.autograd.grad(layer_norm(*tensors).sin().sum(), tensors[:1])
     got = torch.func.grad(lambda x: layer_norm(x, *tensors[1:]).sin().sum())(tensors[0].detach())
     assert torch.equal(got, expected)
@@ -288,7 +289,7 @@ def test_forward_mode_without_a_plain_form_raises() -> None:
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_dual_tensors(gradients, tensors) -> None:
-    """Forward mode works outside torch.func and under no_grad. A call without tangents runs the kernel."""
+    """Forward mode by dual tensors works with and without no_grad. Calls without dual tensors give the usual result."""
     x, weight, bias = (tensor.detach() for tensor in tensors)
     with torch.set_grad_enabled(gradients), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x.cos())
@@ -326,8 +327,8 @@ def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
 
 
 def test_functions_fill_in_defaults() -> None:
-    """Functions in _ops fill in the schema's defaults, also with autograd, where they call no operator. The package's
-    public functions always pass all arguments."""
+    """A function in _ops fills in the schema's defaults. It must also do so if a tensor requires grad, because it then
+    calls the autograd function and not the operator. The package's public functions always pass all arguments."""
     x = torch.randn(3, 4, requires_grad=True)
     y = _ops.cumsum(x, 1)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
@@ -338,8 +339,8 @@ def test_functions_fill_in_defaults() -> None:
 
 
 def test_what_autograd_knows_has_overloads() -> None:
-    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. If that overload lacks the
-    results that only backward reads, the operator also has an overload with all results."""
+    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. If it does not return the
+    results that only backward reads, there is a second overload with all results."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")}
     bare = {name for name in names if name == without_suffix(name)}
@@ -406,7 +407,7 @@ def test_vmap_over_dimensions_that_are_not_the_first() -> None:
 
 
 def test_vmap_over_nothing() -> None:
-    """vmap over a batch of size 0 returns the shapes of a batch."""
+    """vmap over a batch of size 0 returns results whose first dimension has size 0 and whose other sizes are right."""
     x = torch.empty(0, 3, 5)
     assert torch.vmap(extension_cpp.relu)(x).shape == x.shape
     log_probs, entropy = torch.vmap(extension_cpp.token_log_probs)(x, torch.empty(0, 3, dtype=torch.int64))
@@ -414,7 +415,7 @@ def test_vmap_over_nothing() -> None:
 
 
 def compiled_graphs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], dict[str, list[str]]]:
-    """Returns the compiled function, and the names of our operators in its graphs."""
+    """Returns the compiled function and, filled in later, the names of this package's operators in its graphs."""
     graphs: dict[str, list[str]] = {"forward": [], "backward": []}
 
     def keep(which: str) -> Callable[..., Any]:
@@ -445,7 +446,7 @@ def test_compiled_graphs_have_no_grad_overloads_where_nothing_is_recorded(tensor
 
 
 def test_many_gradients_at_once(tensors) -> None:
-    """A backward with is_grads_batched, which runs under vmap, gives the gradients of separate backward passes."""
+    """A backward with is_grads_batched, which runs under vmap, gives the gradients of one backward per grad_out."""
     y = layer_norm(*tensors)
     many = torch.randn(3, *y.shape, dtype=y.dtype, device=y.device)
     at_once = torch.autograd.grad(y, tensors, many, retain_graph=True, is_grads_batched=True)
@@ -455,7 +456,7 @@ def test_many_gradients_at_once(tensors) -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
 def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -> None:
-    """Transforms record gradients even if they are called under no_grad."""
+    """torch.func's transforms give the right gradients even if they are called under no_grad."""
     x = tensors[0].detach()
 
     def function(x: Tensor) -> Tensor:
@@ -471,7 +472,7 @@ def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -
 
 
 def test_no_grad_inside_a_transform(tensors) -> None:
-    """A result computed under no_grad is a constant for one transform and for two nested transforms."""
+    """torch.func.grad, once or nested, treats a factor that the function computed under no_grad as a constant."""
     x = tensors[0].detach()
 
     def function(x: Tensor) -> Tensor:
@@ -523,22 +524,22 @@ print("works")
 
 
 def test_importing_again_and_reloading() -> None:
-    """The package can be imported and reloaded several times, as notebooks and test runners do."""
+    """The package works after it is imported or reloaded several times, as notebooks and test runners do."""
     done = python("-c", AGAIN)
     assert done.stdout == "works\n", done.stderr
 
 
 def test_forward_mode_under_vmap_calls_no_operator(device: str) -> None:
-    """Forward mode under vmap works for a batch of size 0. It must not call the operator, as it otherwise does for its
-    checks: without a batching rule vmap calls an operator once per element, and fails if there is none."""
+    """Forward mode under vmap works for a batch of size 0. It must not call the operator to check the arguments: vmap
+    calls an operator without a batching rule once per batch element, and raises an error if there is none."""
     x = torch.randn(0, 4, device=device)
     tangents = torch.func.vmap(lambda x: torch.func.jvp(extension_cpp.relu, (x,), (torch.ones_like(x),))[1])(x)
     assert tangents.shape == x.shape
 
 
 def test_compiled_graphs_call_no_autograd_kernel() -> None:
-    """Graphs of torch.compile contain no-grad overloads only. AOTAutograd differentiates the whole graph, so that an
-    Autograd kernel in it would only cost time."""
+    """Of this package's operators, graphs of torch.compile contain only no-grad overloads. AOTAutograd has already
+    differentiated such a graph, and an Autograd kernel in it would only cost time."""
     called: list[str] = []
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tests the judges of the benchmarks: they accept right results of contenders and refuse wrong ones."""
+"""Tests that the benchmarks' judges accept right results of the timed implementations, and report wrong results."""
 
 import functools
 import json
@@ -17,7 +17,8 @@ from tests.opspec import as_tuple
 
 
 def planted(judge: Judge, result: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Yields wrong results: all zeros, and an error in the last 32 elements of the last line of each tensor."""
+    """Yields names and wrong results. One is all zeros. Each other one has an error in one tensor, in the last 32
+    elements of the last row, or of the last column if the op works along columns."""
     yield "zeros", tuple(map(torch.zeros_like, result))
     for number, x in enumerate(result):
         wrong = x.detach().clone()
@@ -28,8 +29,8 @@ def planted(judge: Judge, result: tuple[torch.Tensor, ...]) -> Iterator[tuple[st
 
 @pytest.mark.parametrize("spec", run.timed_specs(), ids=str)
 def test_every_op_is_judged(spec, device) -> None:
-    """The judge accepts right results of every op. It refuses planted errors and results of an earlier call. The dtype
-    is bfloat16, with 1025 columns and more rows than the judge checks."""
+    """For every op, the judge accepts right results. It reports planted errors, and the results of an earlier call if
+    they are returned again. The tensors are bfloat16 and have 1025 columns, and more rows than the judge checks."""
     for backward in (False, True) if spec.bench.backward else (False,):
         torch.manual_seed(0)
         case = run.Case(spec, "bfloat16", 100, 1025, backward, 1, "large")
@@ -48,7 +49,9 @@ def test_every_op_is_judged(spec, device) -> None:
         is_wrong = (spec.name, device, backward) == ("logcumsumexp", "cuda", True)
         assert list(judge.wrong) == ["eager"] * is_wrong + list(results)
         place = next((i for i, x in enumerate(right) if x.is_floating_point()), None)
-        nearly = right[place or 0].detach().clone()  # one element of the last line has an error of four roundings
+        nearly = (
+            right[place or 0].detach().clone()
+        )  # one element of the last row or column has a relative error of 4 eps
         last = nearly if judge.is_sum(nearly) else nearly.select(judge.dim, -1)
         factors = torch.ones_like(last.flatten(), dtype=torch.float64)
         factors[last.flatten().abs().argmax()] += 4 * torch.finfo(torch.bfloat16).eps
@@ -63,8 +66,8 @@ def test_every_op_is_judged(spec, device) -> None:
 
 
 def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The benchmark reports step times and the speed-up for each number of processes. It refuses processes that
-    exchange no gradients. test_sharding.py tests the processes themselves."""
+    """The benchmark of training on several processes writes a row for each number of processes, and ends with an error
+    if the processes do not exchange gradients. All runs in this process; test_sharding.py tests several processes."""
     sizes = {"width": 32, "layers": 1, "heads": 2, "context": 32, "batch": 4, "accumulate": 1, "learning_rate": 2e-3}
     monkeypatch.setitem(processes.SIZES, "cpu", sizes)
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
@@ -91,7 +94,8 @@ def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None
 
 
 def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
-    """A linear loss with one wrong line in a gradient is refused, as the last timed call returned it."""
+    """The judge of the linear losses reports each implementation with a wrong loss or gradient, even if only one row of
+    a gradient is wrong. It judges what the last timed call returned."""
     torch.manual_seed(0)
     x, weight, target = torch.randn(20, 8), torch.randn(30, 8) * 8**-0.5, torch.arange(20)
     x, weight = (each.bfloat16().requires_grad_() for each in (x, weight))
@@ -122,8 +126,8 @@ def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
 
 
 def test_gradients_have_a_distance_and_a_scale() -> None:
-    """A gradient error splits into a scale and a distance. Beside a stock model with an error of 10 %, a factor of 1.05
-    shows only in the scale, and an error in other directions only in the distance."""
+    """A gradient's distance is the norm of its error, and its scale the error along the exact gradient. Beside a stock
+    model with an error of 10 %, a factor of 1.05 exceeds only the scale's bound, and noise only the distance's."""
     exact, *noise = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
     beside = gradients.errors({"w": exact + 0.1 * noise[0]}, {"w": exact})
     assert gradients.wrong_stock(beside) is None

@@ -50,7 +50,7 @@ def test_the_model_of_the_host_has_all_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", models.SHAPES)
 def test_only_biases_of_keys_have_no_gradient(name: str) -> None:
-    """Only biases of attention keys have no float64 gradient, except for rounding errors. All others are judged."""
+    """In float64, only the biases of attention keys have zero gradients. All other gradients are judged."""
     stock, inputs = models.make(models.SMALL[name], "cpu")
     judged = models.exact_gradients(stock, inputs)
     stock.double().eval()
@@ -64,7 +64,7 @@ def test_only_biases_of_keys_have_no_gradient(name: str) -> None:
 
 
 def test_the_time_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of kernels excludes spans of annotations, which would count kernels twice, and events of the host."""
+    """kernel_seconds adds up times of GPU kernels, without host events and annotations, which contain kernels."""
     cuda, cpu = models.DeviceType.CUDA, models.DeviceType.CPU
     rows = [(cuda, 3.0, False), (cuda, 4.0, False), (cuda, 50.0, True), (cpu, 600.0, False)]
     keys = ("device_type", "self_device_time_total", "is_user_annotation")
@@ -81,8 +81,7 @@ def test_the_time_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contenders_share_their_weights(device: str) -> None:
-    """All contenders share one set of weights. Contenders named "no mask" call attention with is_causal, and the others
-    get a mask from transformers."""
+    """All timed models share their weights. Only those named "no mask" call attention with is_causal and no mask."""
     stock, inputs = models.make(models.SMALL["llama-3.2-1b"], device)
     names = [name for name in models.CONTENDERS if not name.startswith("liger")]
     contenders, changed = models.contenders_of(stock, inputs, names)
@@ -97,7 +96,7 @@ def test_contenders_share_their_weights(device: str) -> None:
 
 
 def test_what_liger_replaces_is_there_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liger's replacements are active only while Liger's contender runs. An imitation of Liger runs here."""
+    """Functions that Liger replaces in transformers, here by an imitation, are replaced only while its model runs."""
     stock, inputs = models.make(models.SMALL["llama-3.2-1b"], "cpu")
     module = sys.modules[type(stock).__module__]
     rotate, seen = module.apply_rotary_pos_emb, []
@@ -135,7 +134,7 @@ def test_a_liger_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def attention_calls(model: Any) -> list[tuple[Any, Any]]:
-    """Returns attn_mask and is_causal of each attention call in the traced graphs."""
+    """Compiles the model, and returns `attn_mask` and `is_causal` of each attention call in its graphs."""
     seen: list[tuple[Any, Any]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -154,7 +153,7 @@ def test_without_a_mask() -> None:
     assert attention_calls(models.without_mask(stock)) == [(None, True)] * 2
 
 
-# How each wrong model changes one gradient. None changes all gradients, by constant logits.
+# Functions by which a wrong model changes one parameter's gradient. None stands for constant logits.
 PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor | None] | None] = {
     "constant logits": None,
     "zeros": torch.zeros_like,
@@ -176,7 +175,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("planted", PLANTED)
 def test_another_model_is_refused(planted: str, name: str) -> None:
-    """A model with a wrong gradient is refused, even if its first loss is within 5 % of the right one."""
+    """A model with a wrong gradient is reported, even if its first loss is within 5 % of the right loss."""
     stock, inputs = models.make(models.SMALL[WRONG[name]], "cpu")
     weight, change, losses = dict(stock.named_parameters())[name], PLANTED[planted], []
 

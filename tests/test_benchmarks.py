@@ -1,5 +1,5 @@
-"""Runs `python -m benchmarks` on tiny tensors. Tests the results file, how a run continues it, what an interrupted run
-keeps, `compare`, and error messages."""
+"""Runs `python -m benchmarks` on tiny tensors. Tests the results file, runs that add to an existing file, the results
+that an interrupted run keeps, the command `compare`, and error messages."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtyp
 
 @pytest.fixture
 def bench(tmp_path: Path, device: str):
-    """Returns a function that runs the benchmarks into one results file and returns the file's content."""
+    """Returns a function that runs the benchmarks and returns the results file, to which each run adds."""
     path = tmp_path / "deep" / "figures.json"
 
     def call(*words: str) -> dict:
@@ -77,7 +77,7 @@ def test_a_row_has_its_figures(bench, device) -> None:
 
 
 def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
-    """bfloat16+float32 means float32 weights for norms of bfloat16 tensors. relu has no weights and gets no row."""
+    """The dtype "bfloat16+float32" means bfloat16 tensors and float32 weights. relu has no weights and gets no row."""
     seen = set()
 
     def layer_norm(x, normalized_shape, weight, bias):
@@ -92,7 +92,7 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
 
 
 def test_eager_takes_them_in_float32_on_a_gpu() -> None:
-    """On a GPU, PyTorch's layer_norm gets all tensors in float32, because it refuses weights of another dtype."""
+    """On a GPU, PyTorch's layer_norm raises an error if x and weight differ in dtype, and gets float32 tensors."""
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
     case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
 
@@ -165,7 +165,7 @@ def test_a_file_of_other_settings_is_refused(bench) -> None:
 
 
 def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
-    """Each number of threads is a row of its own on the CPU. On a GPU rows have no number of threads."""
+    """The results have separate rows for each number of threads on the CPU, and no number of threads on a GPU."""
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
     on_cpu = device == "cpu"
     on_threads = ["--threads", "1", "2"] if on_cpu else []
@@ -180,7 +180,7 @@ def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
 
 
 def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device) -> None:
-    """Contenders are compiled with the row's number of threads, which is a part of Inductor's code and cache key."""
+    """Functions are compiled with their row's number of threads, which is a part of Inductor's code and cache key."""
     if device == "cuda":
         pytest.skip("threads are the CPU's")
     prepare, seen = run.prepare, []
@@ -242,7 +242,7 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> None:
-    """A contender that draws its own mask is judged without dropout, and an error of 1 % is detected."""
+    """An implementation that draws its own mask is judged without dropout, so that an error of 1 % is detected."""
     (row,) = bench("--op", name, "--pass", "forward")["rows"]
     assert "eager" in row["seconds"] and "failed" not in row
     contenders = run.contenders
@@ -301,7 +301,7 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     low, time, high = (1e6 * found["rows"][0]["seconds"][figure] for figure in ("low", "median", "high"))
     assert f"{time:.1f} ({low:.1f} to {high:.1f})" in printed
     assert f"| native | torch.nn.functional.layer_norm | {time:.1f} |" in table(path)
-    # Our registration is active before each turn of the plain one, and at the end.
+    # The package's own autograd registration is active before each measurement of PyTorch's, and at the end.
     assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
     with registered_plainly("layer_norm"):
         assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
@@ -318,8 +318,8 @@ def test_the_ways_of_host_do_the_same(way, device) -> None:
 
 @pytest.mark.parametrize("spec", host_ops.timed_specs(), ids=str)
 def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, device, monkeypatch) -> None:
-    """With the plain registration, results and gradients are the same and our Python function is not called. Afterwards
-    our registration is active again."""
+    """Under registered_plainly, PyTorch's register_autograd is active for an op and its backward. Results and gradients
+    have the same bits as with the package's registration, which is active again afterwards."""
     seen, requires_grad = list[str](), calls._requires_grad
     monkeypatch.setattr(calls, "_requires_grad", lambda name, args: seen.append(name) or requires_grad(name, args))
 
@@ -327,7 +327,7 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, dev
     function, both = host_ops.passes(spec, sample).values()
 
     def once() -> tuple[list[str], list[torch.Tensor]]:
-        """Returns the names of the autograd nodes, and the results and gradients."""
+        """Runs the op, and returns the names of its autograd nodes, and its outputs and gradients."""
         outputs = [y for y in as_tuple(function()) if y.requires_grad]
         grads = both()
         nodes = {type(y.grad_fn).__name__ for y in outputs if "View" not in type(y.grad_fn).__name__}
@@ -372,7 +372,7 @@ def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
 
 
 def made_up() -> dict:
-    """Makes up results: "large" at two widths, one of them also on one thread, and a "sweep" of three heights."""
+    """Returns invented results: "large" ones of two widths, one also on one thread, and "sweep" ones of 3 heights."""
     rows = []
     shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
     shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
@@ -428,7 +428,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
 
 @pytest.mark.parametrize("name", ["h100", "cpu"])
 def test_tables_fit_into_80_columns(name: str, capsys) -> None:
-    """Tables fit into 80 columns, and no cell is truncated or wrapped."""
+    """The tables that a run prints fit into a terminal of 80 columns, with no cell truncated or wrapped."""
     found = results.read(results.ROOT / "benchmarks" / "results" / f"{name}.json")
     run.show(Console(width=80), found, found["rows"])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -438,7 +438,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
 
 
 def test_points_lie_inside_their_axes() -> None:
-    """Forward and backward share their axis limits, and no point of a plot lies outside of them."""
+    """The plots of forward and backward have the same axis limits, and all points of both plots lie within them."""
     for name in ("h100", "h200", "cpu"):
         for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
             for axes in (each for each in figure.axes if each.lines):
@@ -448,8 +448,8 @@ def test_points_lie_inside_their_axes() -> None:
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
-    """For small tensors, the copy moves as many bytes as the op at least reads and writes. For large tensors the copy
-    copies one tensor (test_a_row_has_its_figures)."""
+    """For small tensors, the op is compared with a copy that moves as many bytes as the op must read and write. For
+    large tensors the copy is that of one tensor (test_a_row_has_its_figures)."""
     found = bench("--op", "muladd", "--pass", "backward", "--sizes", "small")
     for row in found["rows"]:
         assert row["floor_bytes"] == 5 * row["rows"] * row["cols"] * 4
@@ -467,7 +467,7 @@ def test_report(tmp_path) -> None:
     assert text.index("<svg") < text.index("<table") and text.rindex("</svg>") < text.index("<table")
     for unit in ("copy, GB/s, us", "ours, % of copy, us", "liger, % of copy, us"):
         assert f"<th>{unit}</th>" in text
-    assert text.count('class="best"') >= 13  # the fastest of each row is marked, and both in a tie
+    assert text.count('class="best"') >= 13  # each row marks its fastest time, or both times if they are equal
     assert "src=" not in text and "@import" not in text
 
 
@@ -499,7 +499,7 @@ def test_a_file_that_is_none(tmp_path, text, message) -> None:
 
 
 def test_shapes_of_the_norms(tmp_path: Path, monkeypatch, capsys) -> None:
-    """Each kernel shape that fits a width is timed alone, and afterwards all shapes are allowed again."""
+    """norm_plans times each kernel shape that fits a width with only this shape allowed, and then allows all again."""
     allowed = []
     allow = norm_plans.allow
 
@@ -562,7 +562,8 @@ def test_the_commands_of_a_file_give_its_rows(name) -> None:
 
 
 def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
-    """Rows measured on uncommitted changes cannot be published. A later change of an op's kernels marks its rows."""
+    """Results measured with uncommitted changes cannot be written to the published files. A published row counts as
+    older if the code of its op's kernels changes, but not if a comment or another op changes."""
     monkeypatch.setattr(results, "commit", lambda: "123456789abc-dirty")
     assert results.run("cpu")("relu")["kernel"] is None
     with pytest.raises(SystemExit):
@@ -595,5 +596,6 @@ def test_the_loop_in_c_is_a_recurrence(dim: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
         exact = extension_cpp.reference.linear_recurrence(a.double(), b.double(), dim=dim)
         error = (c_loop.recurrence(a, b, dim) - exact).abs().max()
-    # Each step rounds a product and a sum in float, and later factors reduce the error. The result is rounded again.
+    # Each of the 130 steps rounds a product and a sum to float32. The factors, which are below 1, do not magnify these
+    # errors. The result is then rounded to the dtype.
     assert error <= (torch.finfo(dtype).eps / 2 + 2 * 130 * torch.finfo(torch.float32).eps) * exact.abs().max()

@@ -1,4 +1,4 @@
-"""Tests the size of the library's GPU code, the number of norm kernels, and scripts/kernel_resources.py."""
+"""Tests scripts/kernel_resources.py, and that the library's size and its number of norm kernels are within budgets."""
 
 import re
 import subprocess
@@ -29,7 +29,7 @@ build libextension_cpp.so: link relu/relu_cuda.cu.o
 
 @pytest.fixture
 def architecture() -> str:
-    """Returns the architecture that the library is built for, as cuobjdump names it."""
+    """Returns cuobjdump's name of the library's GPU architecture. Skips the test unless there is exactly one."""
     build = info.read_build()
     assert build is not None
     if build.cuda is None:
@@ -59,8 +59,8 @@ def output(*command: object) -> str:
 
 
 def test_host_code_names_kernels_that_exist():
-    """Every kernel that host code launches exists in GPU code. If a template argument has another type in the host
-    compiler than in nvcc, as decltype of a captured variable can, the launch fails with "invalid resource handle"."""
+    """Every kernel that host code launches exists in GPU code. If host compiler and nvcc derive different types for a
+    template argument, for example by decltype, the launch fails with "invalid resource handle"."""
     build, tool = info.read_build(), resources.find_cuobjdump()
     if build is None or build.cuda is None:
         pytest.skip("the library was built without CUDA")

@@ -1,4 +1,4 @@
-"""Tests the build: its variables, what is compiled again after a change, and an error message for each mistake."""
+"""Tests the build: its environment variables, what it compiles after a change, its error messages, and wheels."""
 
 import ast
 import contextlib
@@ -34,7 +34,7 @@ BUILD_VARIABLES = [
     "CUDA_HOME",
     "CUDA_PATH",
 ]
-BUILD_VARIABLES += ["GLIBC", "MAKEFLAGS", "MAKELEVEL", "PYTHON"]  # set when `make test` runs these tests
+BUILD_VARIABLES += ["GLIBC", "MAKEFLAGS", "MAKELEVEL", "PYTHON"]  # `make test` may set these for the tests
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def script(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def nvcc(tmp_path) -> list[str]:
-    """Makes an nvcc that lists the architectures of CUDA 13.0."""
+    """Makes an imitation of nvcc that lists the architectures of CUDA 13.0. Returns the command that runs it."""
     known = "compute_75 compute_80 compute_86 compute_89 compute_90 compute_100 compute_120"
     return [str(script(tmp_path / "nvcc", f"printf '%s\\n' {known}\n"))]
 
@@ -83,7 +83,7 @@ def test_architecture_list(asked, built, nvcc, monkeypatch):
 
 @pytest.fixture
 def machine_with(tmp_path, monkeypatch):
-    """Returns a function that makes nvidia-smi print the given output."""
+    """Returns a function make(output), after which nvidia-smi is an imitation that prints `output`."""
 
     def make(output: str) -> None:
         script(tmp_path / "nvidia-smi", f"printf '{output}'\n")
@@ -96,7 +96,7 @@ def machine_with(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("output, built", [("8.6\n9.0\n8.6\n", ["8.6", "9.0"]), ("", None), ("[N/A]\n", None)])
 def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machine_with, monkeypatch):
-    """The architecture "native" means this machine's GPUs. Without a GPU, CUDA code is built only if asked for."""
+    """The architecture "native" means this machine's GPUs. Without a GPU, CUDA is built only on request."""
     machine_with(output)
     monkeypatch.setenv("NVCC", nvcc[0])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
@@ -114,7 +114,7 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
 
 
 def test_cuda_home_is_the_toolkit_that_is_taken(nvcc, tmp_path, monkeypatch):
-    """CUDA_HOME picks the toolkit, and its path may contain a space. NVCC takes precedence, unless it is blank."""
+    """The build takes nvcc from CUDA_HOME, whose path may contain a space, unless the variable NVCC is set."""
     (tmp_path / "a toolkit" / "bin").mkdir(parents=True)
     inside = shutil.copy(nvcc[0], tmp_path / "a toolkit" / "bin")
     monkeypatch.setenv("CUDA_HOME", "a toolkit")
@@ -177,14 +177,14 @@ def test_what_cannot_be_built_gets_a_sentence(variable, call, sentence, nvcc, mo
 
 
 def steps(folder: Path) -> list[str]:
-    """Returns the files that ninja would compile now."""
+    """Returns the output files of the commands that ninja would run now in the build folder."""
     planned = run(sys.executable, "-m", "ninja", "-C", folder, "-n", "-v")
     assert planned.returncode == 0, planned.stdout
     return re.findall(r"-o (\S+)(?: && .*)?$", planned.stdout, re.MULTILINE)
 
 
 def build_small_tree(root: Path, **variables: str) -> Path:
-    """Copies the sources with a single op and builds them for the CPU."""
+    """Copies the sources that a library with muladd as its only op needs, and builds them for the CPU."""
     csrc = ROOT / "extension_cpp" / "csrc"
     for part in ("common", "muladd"):
         shutil.copytree(csrc / part, root / "extension_cpp" / "csrc" / part)
@@ -207,7 +207,7 @@ def small_tree(tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def touched(path: Path) -> Iterator[None]:
-    """Makes a file newer than every object, even on file systems with coarse timestamps, inside the with block."""
+    """Inside the with block, makes the file newer than every object, even on file systems with coarse timestamps."""
     before = path.stat().st_mtime_ns
     root = next(folder for folder in path.parents if (folder / "build").is_dir())
     later = max(file.stat().st_mtime_ns for file in root.rglob("*") if file.is_file()) + 10**9
@@ -218,7 +218,7 @@ def touched(path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def builds(monkeypatch, tmp_path) -> list[list[str]]:
-    """Records the commands of ninja. Each writes a library with other bytes than the one before."""
+    """Replaces ninja and returns its recorded commands. Each command writes a library with bytes of its own."""
     commands: list[list[str]] = []
 
     def ninja(command: list[str], **_) -> subprocess.CompletedProcess:
@@ -242,8 +242,8 @@ def test_jobs_of_the_build(builds, monkeypatch, tmp_path):
 
 
 def test_library_is_replaced_not_rewritten(builds, monkeypatch, tmp_path):
-    """A build replaces the library file and does not write into it. A process that has loaded the old file keeps it,
-    nobody sees half a file, and a failed build leaves the old file."""
+    """A build replaces the library file and does not write into the old one. A process that has loaded the old file
+    keeps it, and no process sees a half-written file. After a failed build, the old file is still there."""
     library = tmp_path / "package" / "library.so"
     build_library.build(library)
     with library.open("rb") as in_use:
@@ -256,8 +256,8 @@ def test_library_is_replaced_not_rewritten(builds, monkeypatch, tmp_path):
 
 
 def test_debug_and_release_builds_take_turns(builds, monkeypatch, tmp_path):
-    """A debug build after a release build, or the reverse, installs its own library, even if ninja has nothing to
-    compile and the library is older than the installed one."""
+    """A debug build after a release build, or a release build after a debug build, installs its own library. This holds
+    even if ninja has nothing to compile and the library is older than the installed one."""
 
     def ninja(command: list[str]) -> subprocess.CompletedProcess:
         built = Path(command[command.index("-C") + 1]) / build_library.LIBRARY
@@ -287,8 +287,8 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
 
 
 def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
-    """Two builds give the same wheel, in folders of other names and with other dates and modes of the files. The wheel
-    does not contain torch's path, although messages of PyTorch's headers name their file."""
+    """Two builds give wheels of the same bytes, even if names of folders and dates and modes of files differ. A wheel
+    does not contain torch's path, although error messages in PyTorch's headers contain the header's path."""
     wheels = []
     for number, tree in enumerate([small_tree, build_small_tree(tmp_path / "elsewhere")]):
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "check_environment.py"):
@@ -317,11 +317,10 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
 
 
 def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
-    """A library for an older glibc needs neither this machine's glibc nor C++ library. Its errors still reach
-    Python."""
+    """A library linked for an older glibc needs no newer glibc or C++ library. Its errors still reach Python."""
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip("ziglang, which links for older systems, is not installed")
-    shutil.copytree(small_tree, tmp_path / "old")  # includes the objects, because only linking depends on that glibc
+    shutil.copytree(small_tree, tmp_path / "old")  # with the objects, because only linking depends on the glibc
     tree = build_tree(tmp_path / "old", GLIBC="2.28")
     library = tree / "extension_cpp" / build_library.LIBRARY
     assert build_library.glibc_required(library) <= (2, 28)
@@ -335,8 +334,8 @@ def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
 
 
 def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
-    """A cross compiler builds the library for another processor. It needs no torch for that processor, because the
-    library only names torch's libraries and takes the same symbols from them."""
+    """A cross compiler builds the library for another processor, and needs no torch for that processor. The built
+    library names the same libraries of torch, and the same symbols of these, as a library for this processor."""
     compilers = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
     if missing := [name for name in compilers.values() if not shutil.which(name)]:
         pytest.skip(f"no {missing[0]} (Debian: apt install g++-aarch64-linux-gnu)")
@@ -358,7 +357,7 @@ def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("answer, name", [("x86_64-alpine-linux-musl", "x86_64"), ("powerpc64le-linux-gnu", "ppc64le")])
 def test_the_compiler_names_the_processor(answer, name, tmp_path, monkeypatch):
-    """The compiler's target names the processor as platform.machine() does, even behind ccache."""
+    """machine() derives platform.machine()'s name of the processor from the compiler's target, even behind ccache."""
     script(tmp_path / "gcc", f"echo {answer}\n")
     script(tmp_path / "ccache", '"$@"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -367,7 +366,7 @@ def test_the_compiler_names_the_processor(answer, name, tmp_path, monkeypatch):
 
 
 def test_what_is_built_is_not_built_again(small_tree, tmp_path):
-    """A second build leaves the library file alone, and a copy of the tree compiles nothing again."""
+    """A second build leaves the library file alone. A copy of sources and build folder compiles nothing again."""
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
     build_tree(small_tree)
@@ -392,8 +391,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     [("shims.h", "shim/op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu/block.h", "/usr/")],
 )
 def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
-    """A precompiled header is rebuilt when any included header changes, also one of torch or the system. The compiler
-    would use an old one without a warning."""
+    """A precompiled header is rebuilt if any included header changes. The compiler does not check this itself."""
     folder = small_tree / "build" / "release-cpu"
     listed = run(sys.executable, "-m", "ninja", "-C", folder, "-t", "deps", f"{rule}.gch").stdout
     assert f"common/{header}" in listed and others in listed
@@ -412,15 +410,15 @@ def test_an_op_includes_no_other_op():
 
 
 def test_each_shim_has_a_namespace_of_its_own():
-    """Each shim has its own namespace, because several shims are compiled as one file."""
+    """Each op's .cpp file has a namespace of its own, because several of these files are compiled as one."""
     for path in [*build_library.CSRC.glob("*/*.cpp"), *ROOT.glob("templates/*/kernel_template/*.cpp")]:
-        if path.parent.name != "rows":  # these functions are for ctypes and no op
+        if path.parent.name != "rows":  # rows/ has no op: its functions are called through ctypes
             assert f"\nnamespace extension_cpp::{path.parent.name} {{\n" in path.read_text(), path
 
 
 @pytest.mark.parametrize("size", [1, 10_000, 10**9])
 def test_each_source_is_compiled_once(size, tmp_path, monkeypatch):
-    """Each source is compiled exactly once: alone, in files of several sources, or all in one file."""
+    """Each C++ source is compiled exactly once: alone, together with some others, or together with all others."""
     monkeypatch.setenv("USE_CUDA", "0")
     monkeypatch.setattr(build_library, "TOGETHER", size)
     build_library.write_ninja(tmp_path)
@@ -441,7 +439,7 @@ def test_a_large_folder_has_a_map_of_its_files(op):
 
 
 def test_gpu_code_has_no_namespace_without_a_name():
-    """GPU code has no anonymous namespace, because nvcc derives its symbol name from the file's date."""
+    """GPU code has no anonymous namespace, into whose symbol names nvcc puts a date, so that builds would differ."""
     for path in build_library.CSRC.rglob("*.cu*"):
         assert not re.search(r"\bnamespace \{", path.read_text()), path
 
@@ -456,7 +454,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
-    target = "together_1.cu.o"  # this file contains common/cuda/error.cu
+    target = "together_1.cu.o"  # the object into which common/cuda/error.cu is compiled
     compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
     built = run(*compile_target)
     assert built.returncode == 0, built.stdout
@@ -466,10 +464,10 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
         assert target in steps(folder)
         if int(build_library.cuda_version(build_library.find_nvcc()).split(".")[0]) >= 13:
             assert run(*compile_target).returncode == 0
-            assert (folder / target).read_bytes() == first  # older nvcc write their process number into the object
+            assert (folder / target).read_bytes() == first  # before CUDA 13, nvcc writes its process ID into the object
 
 
-# What setup.py says of a wheel
+# The version and tags that setup.py gives to a wheel
 
 
 @pytest.mark.parametrize(
@@ -479,13 +477,13 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
         ("bdist_wheel", "1", "+cu130"),
         ("dist_info", "1", "+cu130"),
         ("sdist", "1", ""),
-        ("sdist --formats gztar --dist-dir dist", "1", ""),  # as a build front end asks
+        ("sdist --formats gztar --dist-dir dist", "1", ""),  # as pip and other build front ends call it
     ],
 )
 def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, tmp_path):
-    """The version of a wheel names its CUDA version or the CPU. The source distribution is for both.
+    """The version of a wheel ends with its CUDA version or "+cpu". The version of a source distribution does not.
 
-    A source distribution has a setup.cfg with an empty tag.
+    The tests use a setup.cfg with an empty tag, like that in a source distribution.
     """
     nvcc = script(tmp_path / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.48'\n")
     for name in ("setup.py", "build_library.py", "README.md"):
@@ -510,7 +508,7 @@ def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, t
         (["GLIBC_2.36", "GLIBCXX_3.4.29", "GLIBCXX_3.4"], (2, 36)),
         (["GLIBC_2.17", "GLIBCXX_3.4.21", "CXXABI_1.3.9"], (2, 24)),
         (["GLIBC_2.17", "GLIBCXX_3.4.9", "CXXABI_1.3.13"], (2, 34)),
-        (["GLIBC_2.17", "GLIBCXX_3.4.99"], (2, 50)),  # in no policy: needs as new a system as this machine
+        (["GLIBC_2.17", "GLIBCXX_3.4.99"], (2, 50)),  # in no manylinux policy: needs this machine's glibc
     ],
 )
 def test_the_tag_of_a_wheel_is_the_oldest_manylinux_that_has_all(symbols, manylinux, monkeypatch):
@@ -522,7 +520,7 @@ def test_the_tag_of_a_wheel_is_the_oldest_manylinux_that_has_all(symbols, manyli
 
 
 def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatch):
-    """The wheel's build downloads torch without its dependencies, gigabytes without a header that is used."""
+    """To build the wheel, setup.py downloads torch without its dependencies, gigabytes of which it uses no header."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -540,7 +538,7 @@ def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("file", ["check_environment.py", "build_library.py", "extension_cpp/__init__.py"])
 def test_old_python_gets_a_sentence(file):
-    """Old versions of Python get an error message: the file parses with an old grammar and checks the version."""
+    """A Python that is too old prints an error message, for which the file must parse with the old grammar."""
     ast.parse((ROOT / file).read_text(), feature_version=(3, 6) if file.startswith("check") else (3, 8))
     pretend = (
         "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; sys.path.insert(0, sys.argv[1]); "
@@ -588,7 +586,7 @@ def test_make_says_what_is_missing(checkout, words, sentence):
 
 @pytest.mark.parametrize("fault", ["another user's", "another folder's"])
 def test_make_leaves_a_venv_that_it_cannot_use(checkout, fault):
-    """make neither uses nor deletes a .venv that was made elsewhere, as in a copied checkout."""
+    """make reports an error for a .venv that was made in another folder or by another user, and does not delete it."""
     site = checkout / ".venv" / "lib" / "python3" / "site-packages"
     site.mkdir(parents=True)
     script(checkout / "python3", f'exec {sys.executable} "$@"\n')
@@ -625,7 +623,7 @@ def test_a_venv_behind_a_closed_folder_is_not_taken_for_none(monkeypatch):
 
     sentence = r"^error: this user may not run \S+/\.venv/bin/python; name an "
     with pytest.raises(SystemExit, match=sentence), monkeypatch.context() as patch:
-        patch.setattr(check_environment.os, "stat", closed)  # tests may run as root, who may look into any folder
+        patch.setattr(check_environment.os, "stat", closed)  # no folder is closed to root, as which tests may run
         check_environment.check_own_venv()
 
 

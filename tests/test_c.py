@@ -1,11 +1,11 @@
-"""Tests the C kernels without torch, by the program in tests/c: plain for every instruction set, and with sanitizers.
+"""Tests the C kernels without torch, by the program in tests/c. Its "plain" build runs every instruction set's kernels.
 
-Sanitizers check the kernels for this machine's instruction set. The slow tier also checks the other instruction sets,
-whose compilation takes minutes, and the code of the tests themselves.
+Its "sanitized" build runs the kernels of this machine's instruction set with sanitizers. With --slow, the kernels of
+the other instruction sets, whose compilation takes minutes, and the code of the tests also run with sanitizers.
 
-The program is linked like the library. The plain build uses the library's own objects: kernels compiled once per
-instruction set, and common/cpu/level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only cpu_should_stream is replaced,
-by a function that the tests control.
+The program is linked like the library. The plain build uses the library's object files: kernels compiled once per
+instruction set, and common/cpu/level.c, which picks one of these by EXTENSION_CPP_CPU_LEVEL. Only cpu_should_stream is
+replaced, by a function that the tests control.
 """
 
 import ctypes
@@ -29,16 +29,18 @@ import build_library
 SOURCES = Path(__file__).parent / "c"
 LEVELS = build_library.X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
 BUILDS: dict[str, list[str]] = {
-    "plain": [],  # no flags beside those of the library
-    # -Og keeps the loads and stores of the source and compiles faster than -O1. Left out are null and object-size,
-    # whose errors `address` detects as well, and alignment and pointer-overflow, because unaligned vectors are intended
-    # here. These four would double the compile time. CPU_SMALL compiles each kernel once and not per constant argument.
+    "plain": [],  # no compiler flags in addition to those of the library
+    # -Og keeps the loads and stores of the source, and compiles faster than -O1. Four sanitizers are disabled, which
+    # would double the compile time. `address` also detects the errors of `null` and `object-size`. `alignment` and
+    # `pointer-overflow` would report the unaligned vectors, which are intended. With CPU_SMALL, each kernel is compiled
+    # once instead of once for each value of its constant arguments.
     "sanitized": [
         *["-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=null,object-size,alignment,pointer-overflow"],
         *["-fno-sanitize-recover=all", "-DCPU_SMALL"],
     ],
 }
-SWEEPS = ["exp", "softmax_math", "mish", "stores"]  # tests that loop over all float values
+# Tests that loop over the float32 values, by a step between their bit patterns.
+SWEEPS = ["exp", "softmax_math", "mish", "stores"]
 TESTS = [
     *SWEEPS,
     "mish_halves",
@@ -68,13 +70,13 @@ TESTS = [
     "scan_sizes",
     "scan_parts",
 ]
-# Keeps the objects of sources that have not changed since an earlier run.
+# The folder of object files, from which later runs take those whose sources have not changed.
 COMPILED = build_library.ROOT / "build" / "tests-c"
-# The tests in SWEEPS take every 599th float, or every 4999th under sanitizers, which do not look at last bits and are
-# slower. With a step above 1000, tests also leave out large tensors.
+# The tests in SWEEPS take every 599th float32 value, and every 4999th in the slower sanitized build, which looks for
+# wrong memory accesses only. With a step above 1000, the other tests leave out large tensors.
 STEPS = {"plain": 599, "sanitized": 4999}
 SLOW_STEPS = {"plain": 199, "sanitized": 997}
-# The allocator keeps freed memory. The tests fill memory before each use, and zeroing by the kernel would cost as much.
+# Makes the allocator keep freed memory, because the operating system would zero each returned page before its next use.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_TOP_PAD_": str(2**26)}
 SANITIZER = "quarantine_size_mb=16:allocator_release_to_os_interval_ms=-1"
 KEEP_MEMORY |= {"ASAN_OPTIONS": ":".join(filter(None, (SANITIZER, os.environ.get("ASAN_OPTIONS"))))}
@@ -82,7 +84,7 @@ KEEP_MEMORY |= {"ASAN_OPTIONS": ":".join(filter(None, (SANITIZER, os.environ.get
 
 @functools.cache
 def build_folder() -> Path | None:
-    """Returns the build folder of the installed library."""
+    """Returns the folder in build/ that contains the same library as extension_cpp/, or None if none does."""
     library = build_library.CSRC.parent / build_library.LIBRARY
     built = library.read_bytes() if library.exists() else b""
     places = build_library.ROOT.glob(f"build/*/{build_library.LIBRARY}")
@@ -90,11 +92,11 @@ def build_folder() -> Path | None:
 
 
 def library_objects() -> Path | None:
-    """Returns the folder of the library's objects, or None if a source is newer or the build is not a release build."""
+    """Returns the folder of the library's objects, or None if it is a debug build or older than a source."""
     folder = build_folder()
     if folder is None or not folder.name.startswith("release-"):
         return None
-    # Without keepdepfile even a dry run deletes the header lists of files that are being compiled.
+    # Without keepdepfile, even a dry run deletes the .d files of sources that another process is compiling.
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n", "-d", "keepdepfile"]
     return folder if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout else None
 
@@ -107,13 +109,13 @@ def level_here() -> str:
 
 
 def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> str:
-    """Compiles a source, unless its object exists for this command and `seen`: the compiler's version and all
-    headers."""
+    """Compiles a source, unless its object exists for the same command and `seen`, which contains all headers."""
     digest = hashlib.sha256(seen + repr(command).encode() + source.read_bytes()).hexdigest()[:16]
     compiled = COMPILED / f"{name}.{digest}.o"
     if not compiled.exists():
         COMPILED.mkdir(parents=True, exist_ok=True)
-        unfinished = COMPILED / f"{name}.{os.getpid()}"  # an interrupted run leaves no half object
+        # The object is written to another file and then renamed, because an interrupted compiler may leave half a file.
+        unfinished = COMPILED / f"{name}.{os.getpid()}"
         result = subprocess.run([*command, "-c", source, "-o", unfinished], capture_output=True, text=True)
         if result.returncode != 0 or result.stderr:
             unfinished.unlink(missing_ok=True)
@@ -126,7 +128,7 @@ def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> 
 
 @functools.cache
 def called_ops() -> frozenset[str]:
-    """Returns the ops whose headers the tests include. Kernels of other ops are not compiled, which saves time."""
+    """Returns the ops whose headers the files in tests/c include. To save time, other ops' kernels are not compiled."""
     paths = (*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))
     return frozenset(
         name for path in paths for name in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
@@ -134,8 +136,9 @@ def called_ops() -> frozenset[str]:
 
 
 def compile_program(build: str, folder: Path, levels: Collection[str], everything: bool = False) -> Path:
-    """Builds the program. Kernels of `levels` get the flags of `build`, and other kernels get the library's flags. The
-    tests get the library's flags, too, unless `everything` is set."""
+    """Builds the test program. The kernels of the instruction sets in `levels` are compiled with the flags of `build`,
+    and other kernels with the library's flags. The code of the tests is compiled with the library's flags, or with
+    those of `build` if `everything` is set."""
     compiler = build_library.compiler("CC", "cc", "gcc")
     include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
     optimised = ["-O2", *build_library.c_optimise(compiler)]
@@ -179,8 +182,8 @@ def compile_program(build: str, folder: Path, levels: Collection[str], everythin
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, pytestconfig):
-    """Returns a function run(build, level, test, step) that returns what the program prints. The program is built once
-    per session and runs at all levels at once."""
+    """Returns a function run(build, level, test, step), which runs a test of the program and returns what it prints.
+    The program is built once per session, and a test's first call runs it for all instruction sets (levels) at once."""
 
     @functools.cache
     def levels(build: str) -> list[str]:
@@ -199,7 +202,7 @@ def run(tmp_path_factory, pytestconfig):
     def at_all_levels(build: str, test: str, step: int) -> dict[str, subprocess.CompletedProcess[str]]:
         program(build)
         there = levels(build)
-        if test != "level":  # a machine without a level picks another one, which would run twice
+        if test != "level":  # if the machine lacks a level, the library picks another one, which would run twice
             picked = at_all_levels(build, "level", 0)
             there = [level for level in there if picked[level].stdout.strip() == level]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -220,7 +223,7 @@ def run(tmp_path_factory, pytestconfig):
 
 
 def bits(output: str) -> list[str]:
-    """Returns the lines of the output that hash results."""
+    """Returns those lines of the program's output that contain a hash of a result's bits."""
     return [line for line in output.splitlines() if line.startswith("bits ")]
 
 
@@ -228,8 +231,8 @@ def bits(output: str) -> list[str]:
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("test", TESTS)
 def test_c(run, build, level, test, pytestconfig):
-    """Every test passes at every level. The quick tier has large tensors only at this machine's level, because all
-    levels have the same source."""
+    """Every test of the program passes with every instruction set (level). Without --slow, large tensors are tested
+    with this machine's instruction set only, because the kernels of all instruction sets have the same source."""
     if pytestconfig.getoption("--slow"):
         print(run(build, level, test, SLOW_STEPS[build]))
     else:
@@ -254,7 +257,8 @@ def test_every_float(run, level, test):
 @pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
 @pytest.mark.parametrize("test", [test for test in TESTS if test != "loads" and not test.endswith("_sizes")])
 def test_same_bits_on_all_levels_with_fma(run, test):
-    """v3 and v4 agree in every bit. The baseline has no fma: its last bits differ, except in tests without products."""
+    """The results of the instruction sets v3 and v4 have the same bits. The baseline has no fused multiply-add, and so
+    its results have the bits of v3 only in tests without sums of products."""
     v3 = bits(run("plain", "v3", test, STEPS["plain"]))
     assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
     if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges", "loss_reduce"):
@@ -262,12 +266,12 @@ def test_same_bits_on_all_levels_with_fma(run, test):
 
 
 CROSS = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
-IN_AN_EMULATOR = [test for test in TESTS if test != "norm_ranges"]  # that test takes many minutes
+IN_AN_EMULATOR = [test for test in TESTS if test != "norm_ranges"]  # norm_ranges takes many minutes in an emulator
 
 
 @pytest.fixture(scope="session")
 def aarch64_program(tmp_path_factory) -> Path:
-    """Builds the plain program for aarch64, which has one instruction set, with fma."""
+    """Builds the plain program for aarch64. The library has one instruction set there, with fused multiply-adds."""
     if missing := [tool for tool in CROSS if shutil.which(tool) is None]:
         pytest.skip(f"no {missing[0]} (Debian: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)")
     with pytest.MonkeyPatch.context() as patch:
@@ -280,8 +284,8 @@ def aarch64_program(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("test", IN_AN_EMULATOR)
 def test_aarch64(run, aarch64_program, test):
-    """Results on aarch64 are right. Except in float64 they have the same bits as v3. In float64 both programs call exp
-    of their own C libraries, which may differ."""
+    """Results on aarch64 are right and, except in float64, have the same bits as those of the instruction set v3. In
+    float64 each of the two programs calls exp of its own C library, and the two may differ."""
     step = STEPS["sanitized"]
     emulated = subprocess.run(
         [CROSS[1], "-L", "/usr/aarch64-linux-gnu", str(aarch64_program), test, str(step)],
@@ -296,7 +300,7 @@ def test_aarch64(run, aarch64_program, test):
         ]
 
 
-# Replaces the compiler's header by one for a processor that has every feature except $MISSING.
+# Replaces the compiler's cpuid.h, for a processor that has every feature except the one in the variable MISSING.
 CPUID_H = """
 #define __get_cpuid(leaf, a, b, c, d) \\
   (*(a) = *(b) = *(d) = 0, *(c) = strcmp(getenv("MISSING"), "f16c") ? ~0u : ~(1u << 29), (leaf) == 1)
@@ -310,7 +314,7 @@ int main(void) { return printf("%s %d", cpu_level_name(cpu_level()), cpu_should_
 
 
 def level_program(tmp_path: Path) -> Path:
-    """Builds a program that prints the chosen level, and whether a result of 100 bytes is streamed."""
+    """Builds a program that prints the instruction set that level.c chooses, and whether it would stream 100 bytes."""
     (tmp_path / "cpuid.h").write_text(CPUID_H)
     (tmp_path / "main.c").write_text(PRINT_LEVEL)
     sources, program = [tmp_path / "main.c", build_library.CSRC / "common" / "cpu" / "level.c"], tmp_path / "level"
@@ -351,8 +355,7 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """Some shape reaches each row of the table of GPU norm plans. A forward's plan is the same for any number of
-    rows."""
+    """Some shape reaches each row of the table of norm plans. Forward's plan does not depend on the number of rows."""
     program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]

@@ -1,4 +1,4 @@
-"""The command `check` accepts right operators, refuses planted cheats, and reports wrong commands."""
+"""Tests that the command `check` accepts right operators, rejects operators that cheat, and reports wrong arguments."""
 
 import itertools
 import re
@@ -42,7 +42,7 @@ def kept(key: object, x: Tensor, factor: float) -> Tensor:
 def overwritten(x: Tensor, factor: float) -> Tensor:
     result = dense(x, factor)
     if x.numel():
-        x.detach().numpy().flat[0] = 0.5  # writes into x unnoticed, because data access counts no version
+        x.detach().numpy().flat[0] = 0.5  # changes x without a change of x's version counter
     return result
 
 
@@ -52,7 +52,7 @@ def touched(x: Tensor, factor: float) -> Tensor:
 
 
 def later(x: Tensor, factor: float) -> Tensor:
-    """Returns a wrong last element, which a thread corrects 20 ms later."""
+    """Returns a result whose last element is wrong. Another thread corrects the element 20 ms later."""
     result = dense(x, factor)
     result.view(-1)[-1:] += 1
     threading.Thread(target=lambda: (time.sleep(0.02), result.data.view(-1)[-1:].sub_(1))).start()
@@ -66,7 +66,7 @@ def unwritten(x: Tensor, factor: float) -> Tensor:
 
 
 def after_three_calls(x: Tensor, factor: float) -> Tensor:
-    """Returns the result of the third call from the fourth call on, for each address of x."""
+    """Computes the result in the first three calls for an address of x, and later returns a stored result."""
     result, number = dense(x, factor), next(CALLS.setdefault(x.data_ptr(), itertools.count()))
     return result if number < 3 else KEPT.setdefault(("third", x.data_ptr()), result).clone()
 
@@ -77,7 +77,7 @@ def raises(x: Tensor, factor: float) -> Tensor:
     return dense(x, factor)
 
 
-# For each cheat: its function, the check that must refuse it, and a pattern of the reason.
+# For each operator that cheats: its function, the check that must reject it, and a pattern of the printed reason.
 CHEATS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
     "zeros": (lambda x, factor: torch.zeros(x.shape), "zeros", r"all elements of the results are 0"),
     "wrong_by_a_little": (
@@ -120,7 +120,7 @@ CHEATS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
 
 
 def register(name: str, function: Callable[[Tensor, float], Tensor], share: float | None = 1.0) -> None:
-    """Registers check_cheats::name as an operator that is right except for what the function does."""
+    """Registers check_cheats::<name> with `function` as its kernel. Its gradient is right if `share` is 1."""
     op = torch.library.custom_op(
         f"check_cheats::{name}", function, mutates_args=(), schema="(Tensor x, float factor) -> Tensor"
     )
@@ -133,7 +133,7 @@ def register(name: str, function: Callable[[Tensor, float], Tensor], share: floa
 
 
 def sum_of_float32(x: Tensor, factor: float) -> Tensor:
-    """Sums x in another way for another layout, so that only the last bits differ."""
+    """Returns factor times the sum of x. It adds in another order for a contiguous x, so that the last bits differ."""
     assert x.dtype is torch.float32
     return (x.flatten().cumsum(0)[-1] if x.is_contiguous() else x.double().sum().float()) * factor
 
@@ -145,7 +145,7 @@ torch.library.custom_op(
 
 
 def mean_first(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.mean(-1), x.sin() + 100 - 100  # this rounding error is allowed only if the judge knows that 100 was added
+    return x.mean(-1), x.sin() + 100 - 100  # the judge must allow the rounding error of x.sin() + 100
 
 
 def keep_x(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
@@ -178,7 +178,7 @@ torch.library.register_fake("check_cheats::autograd_in_kernel", torch.empty_like
 
 
 def test_opcheck_gets_tensors_that_require_grad(capsys: pytest.CaptureFixture[str]) -> None:
-    """opcheck gets tensors that require grad. Otherwise it would not report how autograd is registered."""
+    """opcheck gets tensors that require grad. For others, it would not report a wrong registration of autograd."""
     words = ("check_cheats::autograd_in_kernel", "--sample", "torch.randn(3)", "--device", "cpu")
     _, lines, out = check(capsys, __name__, *words)
     assert re.search("OpCheckError: .*test_autograd_registration", lines["opcheck"]), out
@@ -186,13 +186,13 @@ def test_opcheck_gets_tensors_that_require_grad(capsys: pytest.CaptureFixture[st
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces the number of timed calls and disables the cache flush, because timings do not matter here."""
+    """Reduces the number of timed calls and disables the cache flush, because no test here reads the timings."""
     monkeypatch.setattr(check_battery, "CALLS", 2)
     monkeypatch.setattr(check_battery, "twice_the_cache", lambda: torch.zeros(1, dtype=torch.uint8))
 
 
 def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
-    """Returns the exit status, the line of each check by its name, and all that was printed."""
+    """Runs the command `check`. Returns its exit status, the printed result of each check by name, and its output."""
     status = command.main(["check", *words])
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -211,7 +211,7 @@ def test_cheats_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> No
 def layer_norm_in_steps(
     x: Tensor, shape: list[int], weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean and rstd with gradients, unlike the operator, whose statistics have no gradient."""
+    """A reference for layer_norm whose results mean and rstd are differentiable. Those of the operator are not."""
     mean = x.mean(-1, keepdim=True)
     rstd = (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
     return (x - mean) * rstd * weight + bias, mean, rstd
@@ -331,7 +331,7 @@ def test_a_sample_that_shows_nothing_is_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_changed_numbers_keep_their_dtype() -> None:
-    """Rounded keeps the dtype of numbers, because an operator compared with itself may accept only float32."""
+    """judge.Rounded keeps the dtype of a number, because an operator that `check` tests may accept only float32."""
     assert judge.Rounded(torch.float32).changed(torch.ones(3)).dtype is torch.float32
 
 
@@ -368,7 +368,7 @@ def samples(device, dtype):
 
 
 def test_samples_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sample file may define a function that gets each dtype, or an OpSpec with a reference."""
+    """The file for --spec may define a function that yields samples for a dtype, or an OpSpec with a reference."""
     (tmp_path / "spec.py").write_text(SPEC_FILE)
     words = ("--spec", str(tmp_path / "spec.py"), "--device", "cpu")
     _, _, out = check(capsys, __name__, "check_cheats::zeros", *words, "--reference", REFERENCE)
@@ -438,7 +438,7 @@ def right(x):
 
 
 def test_from_a_wheel_beside_other_tests(tmp_path: Path) -> None:
-    """The command works from a wheel, with the wheel's judge (pyproject.toml), beside the checked package's `tests`."""
+    """`check` works from a wheel, which contains judge.py, also for an operator beside a package named `tests`."""
     installed, root = tmp_path / "extension_cpp", Path(__file__).resolve().parent.parent
     ignored = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "tree")
     shutil.copytree(root / "extension_cpp", installed, ignore=ignored)

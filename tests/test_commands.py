@@ -1,5 +1,5 @@
-"""Tests python -m extension_cpp: the demo with a few steps, info, whether a build fits a machine, and
-error messages. test_scaffold.py tests new and new-package.
+"""Tests the commands of python -m extension_cpp: `demo` with a few training steps, and `info`, which also says whether
+a build fits the machine. Tests their error messages. test_scaffold.py tests `new` and `new-package`.
 """
 
 import json
@@ -30,7 +30,7 @@ def run(*words, **options) -> subprocess.CompletedProcess:
 # Tests of demo
 
 
-# Runs the demo with small tensors, one block in the model, and graphs that are captured but not compiled.
+# A program that runs the demo with small tensors, a model of one block, and torch.compile without code generation.
 SMALL_DEMO = """
 import functools
 import sys
@@ -60,7 +60,7 @@ def test_demo(tmp_path):
     picture = tmp_path / "out" / "demo_loss.png"
     assert "The loss curves: out/demo_loss.png" in lines
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
-    assert "Traceback" not in done.stderr  # torch may warn there, for example about the Python version
+    assert "Traceback" not in done.stderr  # it may contain warnings of torch, for example about the Python version
 
 
 def trained(name: str, losses: list[float]) -> demo.Run:
@@ -88,8 +88,8 @@ def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, d
 
 
 def test_demo_shows_every_function():
-    """The demo's table has every function of the package. Exempt are ops made by `new`, whose bits nobody recorded: the
-    demo does not know their arguments."""
+    """The demo's table has every function of the package, except for ops made by `new`. It does not know their
+    arguments, and recorded_bits.json does not have them."""
     shown = [case.name for case in demo_table.cases()]
     assert len(set(shown)) == len(shown)
     bits = json.loads((PACKAGE.parent / "tests" / "recorded_bits.json").read_text())
@@ -118,7 +118,7 @@ def test_info(capsys):
         assert [schema for schema in schemas if schema.startswith(f"extension_cpp::{name}(")] != []
 
 
-# An imitation of torch with only what the package reads before it uses torch.
+# The source of an imitation of torch. It has only the attributes that the package reads to check torch's version.
 NO_MORE_THAN_A_VERSION = """
 __version__ = "{}+cpu"
 class version: cuda = None
@@ -137,7 +137,8 @@ NEW_TORCH, OLD_TORCH = map(NO_MORE_THAN_A_VERSION.format, ("2.11.0", "2.5.1"))
     ids=["no library", "old torch", "no torch"],
 )
 def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_text, sentence):
-    """Commands report what is missing, in a copy of the package beside an imitation of torch."""
+    """If the package's library is missing, or torch is missing or too old, `info` and `demo` report it in a sentence,
+    and an import of the package raises ImportError. The test runs a copy of the package with an imitation of torch."""
     ignore = shutil.ignore_patterns("csrc", "__pycache__", *missing)
     shutil.copytree(PACKAGE, tmp_path / "extension_cpp", ignore=ignore)
     (tmp_path / "torch").mkdir()
@@ -145,11 +146,11 @@ def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_te
     told = run("-m", "extension_cpp", "info", cwd=tmp_path)
     assert told.returncode == 1 and told.stderr == ""
     assert sentence in told.stdout and "Python  " in told.stdout
-    assert ("cpu=" in told.stdout or "baseline" in told.stdout) == (not missing)  # read from the library file
+    assert ("cpu=" in told.stdout or "baseline" in told.stdout) == (not missing)  # read from the library's file
     refused = run("-m", "extension_cpp", "demo", cwd=tmp_path)
     assert refused.returncode == 1 and refused.stdout == ""
     assert refused.stderr.startswith(f"error: {sentence}") and refused.stderr.count("\n") == 1
-    # All other imports raise ImportError, also in another module that runs with -m.
+    # Imports other than by `python -m extension_cpp` raise ImportError, also in another module that is run by -m.
     (tmp_path / "train.py").write_text("import extension_cpp\n")
     for words in (["-c", "import extension_cpp"], ["-m", "train", "extension_cpp"]):
         imported = run(*words, cwd=tmp_path)
@@ -157,7 +158,7 @@ def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_te
 
 
 def test_closed_pipe():
-    """A closed pipe, as `| head` leaves it, causes no traceback, also not at exit. All commands share this code."""
+    """A closed pipe, as `| head` leaves it, causes no traceback, not even at exit. All commands share this code."""
     reader, writer = os.pipe()
     os.close(reader)
     words = [sys.executable, "-m", "extension_cpp", "info"]
@@ -223,7 +224,7 @@ def test_fit(build, machine, expected):
     found = info.misfits(build, machine)
     assert len(found) == min(1, len(expected)), found
     assert all(words in found[0] for words in expected), found
-    # A CPU build fits a machine without a GPU, but cuda_problem still reports that nothing runs on a GPU.
+    # A CPU build on a machine without a GPU is no misfit, but info.cuda_problem still reports that no op runs on a GPU.
     assert (info.cuda_problem(build, machine) is None) == (not expected and bool(machine.gpus))
 
 
@@ -236,8 +237,8 @@ def test_parse_build():
 
 
 def test_plan(capsys):
-    """`info --plan` prints the choice of csrc/rows/plan.h: for forward a row kernel with one CTA or a cluster of 16 per
-    row, and for a small backward the split kernel."""
+    """`info --plan` prints the kernel that csrc/rows/plan.h picks for a norm. For forward, it is a row kernel with one
+    CTA or, for a wide row, a cluster of 16 CTAs per row. For backward of a small tensor, it is the split kernel."""
 
     def plan(*words: str) -> dict[str, str]:
         assert command.main(["info", "--plan", *words]) == 0

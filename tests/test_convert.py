@@ -1,4 +1,5 @@
-"""Tests nn.convert: whole models from transformers beside unconverted ones, and every reason to leave a module."""
+"""Tests nn.convert on whole models from transformers, which it compares with unconverted models, and on norms. Tests
+every reason for which convert leaves a module unchanged."""
 
 import contextlib
 import copy
@@ -11,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, without downloads
+os.environ["HF_HUB_OFFLINE"] = "1"  # the models are made from configurations and need no downloads
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ OPT |= {"num_attention_heads": 4, "max_position_embeddings": 32, "dropout": 0.0,
 T5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 T5 |= {"decoder_start_token_id": 0}
 
-OWN_LOSS = ("t5", "bert")  # these models compute the loss in their own code
+OWN_LOSS = ("t5", "bert")  # models whose own code computes the loss
 # For each model: its class, its configuration, the number of its norms, and the op that computes them.
 MODELS = {
     "llama": ("LlamaForCausalLM", LLAMA, 5, "rms_norm"),
@@ -66,7 +67,7 @@ OWN = "its forward does not call loss_function, but computes the loss itself"
 
 
 def make(name: str, dtype: torch.dtype, device: str = "cpu") -> torch.nn.Module:
-    """Makes the model in training mode, with norm weights other than 1."""
+    """Makes the model in training mode, with random norm weights, so that an ignored weight is noticed."""
     class_name, options, *_ = MODELS[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(0)
@@ -87,10 +88,13 @@ def loss_and_gradients(model: Callable[..., object], parameters: dict[str, torch
 
 
 def check_same(got: dict[str, Tensor], want: dict[str, Tensor], eps: float) -> None:
-    """Checks that loss and gradients differ by rounding errors only. The forward and backward of a norm have about 16
-    roundings, and a model has at most 12 norms. A norm does not enlarge the relative error of its row, so that the
-    roundings add up: 16 * 12, half an eps each. The bound is relative to the largest gradient, because small gradients
-    are differences of large terms; a key's bias gets zero."""
+    """Asserts that loss and gradients differ from the wanted ones by rounding errors only.
+
+    Forward and backward of a norm have about 16 roundings, and a model has at most 12 norms. A norm does not enlarge
+    the relative error of its row, so that the bound is the sum of 16 * 12 roundings of half an eps each. The bound of
+    gradients is relative to the largest gradient, because small gradients are differences of large terms. The exact
+    gradient of the bias of attention keys, for example, is 0.
+    """
     assert got.keys() == want.keys()
     largest = max(gradient.abs().max().item() for name, gradient in want.items() if name != "loss")
     for name, exact in want.items():
@@ -105,7 +109,7 @@ PRECISIONS = [("float64", name) for name in MODELS] + [("float32", name) for nam
 
 @pytest.mark.parametrize("dtype, name", PRECISIONS)
 def test_models(name: str, dtype: str, device: str) -> None:
-    """A converted model has the loss, gradients and state_dict of the unconverted model."""
+    """A converted model has the unconverted model's loss and gradients, up to rounding, and its state_dict."""
     stock = make(name, getattr(torch, dtype), device)
     model = copy.deepcopy(stock)
     changed, left = convert(model)
@@ -116,7 +120,7 @@ def test_models(name: str, dtype: str, device: str) -> None:
     assert not any(type(module) is torch.nn.Dropout for module in model.modules())
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     got = loss_and_gradients(model, dict(model.named_parameters()))
-    # The RMSNorm classes and transformers' loss compute in float32 in every model, also in float64.
+    # The models' RMSNorm classes and transformers' loss compute in float32, even in a float64 model.
     exact = dtype == "float64" and name == "bert"
     check_same(got, want, torch.finfo(torch.float64 if exact else torch.float32).eps)
     assert any(not torch.equal(got[name], want[name]) for name in want), "not one bit differs: is it converted?"
@@ -128,19 +132,19 @@ def test_models(name: str, dtype: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compiled(name: str, device: str) -> None:
-    """Inductor compiles converted models. test_convert_loss.py and test_convert_models.py have quick tests of
-    graphs."""
+    """A converted model compiled by Inductor has the loss and gradients of the uncompiled, unconverted model. Without
+    --slow, only test_convert_loss.py and test_convert_models.py test graphs of converted models."""
     stock = make(name, torch.float32, device)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     convert(stock)
     torch.compiler.reset()
-    # Transformers' code breaks the graph of these two models, by a warning to the log or a read of the mask.
+    # transformers' code for GPT-2 and OPT breaks the graph: it logs a warning, or reads the attention mask's values.
     compiled = torch.compile(stock, fullgraph=name not in ("gpt2", "opt"))
     check_same(loss_and_gradients(compiled, dict(stock.named_parameters())), want, torch.finfo(torch.float32).eps)
 
 
 class ReferenceDropout(torch.nn.Dropout):
-    """Computes dropout in plain PyTorch, with the masks of extension_cpp.dropout."""
+    """Computes dropout in plain PyTorch, with the same masks as extension_cpp.dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return extension_cpp.reference.dropout(x, self.p, self.training)
@@ -148,7 +152,7 @@ class ReferenceDropout(torch.nn.Dropout):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_models_with_dropout(name: str, device: str) -> None:
-    """Loss and gradients are those of the unconverted model with the same masks."""
+    """A converted model with dropout has the loss and gradients of the unconverted model with the same masks."""
     stock = make(name, torch.float64, device)
     dropouts = [module for module in stock.modules() if type(module) is torch.nn.Dropout]
     for module in dropouts:
@@ -170,8 +174,9 @@ def test_models_with_dropout(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_in_bfloat16(name: str, device: str) -> None:
-    """A converted bfloat16 model is as near to float64 as the unconverted one, because our norms round no more often.
-    The test compares one error over all gradients: it consists of many small roundings and varies little."""
+    """A converted bfloat16 model is as near to the float64 model as the unconverted bfloat16 model, because the ops'
+    norms round no more often. The compared error of all gradients together sums many small roundings, and varies
+    little."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     assert convert(models["converted"]).changed
@@ -181,7 +186,7 @@ def test_models_in_bfloat16(name: str, device: str) -> None:
         for who, each in found.items()
     }
     assert all(each.dtype == torch.bfloat16 for part, each in found["converted"].items() if part != "loss")
-    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
+    # The two models round at different places. Their errors' ratio was 0.66 to 1.38 for several random weights.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
@@ -203,9 +208,9 @@ NORMS: dict[str, Callable[[], torch.nn.Module]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_in_every_dtype(name: str, device: str) -> None:
-    """A converted norm has the dtype and values of the original, if the original takes input and parameters of two
-    dtypes. In half types both round from float32: the original up to three times, 1.5 eps, and ours once, half an eps.
-    Otherwise the bound is 16 roundings, as in a probe."""
+    """A converted norm returns the dtype of the original and, up to rounding, its values, for every pair of dtypes of
+    input and parameters that the original takes. In half types, the original rounds up to three times (1.5 eps), and
+    the op once (0.5 eps). In other dtypes the bound is 16 eps, as in convert's own comparison of a norm with the op."""
     for dtype in DTYPES:
         stock = NORMS[name]().to(device, dtype)
         for parameter in stock.parameters():
@@ -228,8 +233,8 @@ def test_norms_in_every_dtype(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, device: str) -> None:
-    """Llama's norm rounds xhat and the product, and ours only the product. They differ by up to 1.5 eps, or a little
-    more where float32's error decides a rounding. Gemma rounds once, so that only such elements differ."""
+    """Llama's norm rounds the normalized x and its product with the weight, and the op only the product. They differ by
+    up to 1.5 eps, or more where float32's error decides a rounding. Gemma's norm, too, rounds only the product."""
     x = torch.randn(256, 64, device=device, dtype=dtype)
     for norm, bound in ((LlamaRMSNorm(64), 1.5), (GemmaRMSNorm(64), 1.0)):
         torch.nn.init.normal_(norm.weight)
@@ -246,7 +251,7 @@ def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, dev
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("original", [transformers.activations.NewGELUActivation(), LlamaRMSNorm(64)], ids=type)
 def test_what_has_the_results_dtype_is_not_cast(original: torch.nn.Module, dtype: torch.dtype, device: str) -> None:
-    """A converted norm does not cast a tensor that already has the right dtype, because a cast costs host time."""
+    """Converted norms and activations do not cast a tensor that has the result's dtype, as a cast costs host time."""
     module = copy.deepcopy(original).to(device, dtype)
     convert(module)
     x = torch.randn(2, 64, device=device, dtype=dtype, requires_grad=True)
@@ -346,11 +351,11 @@ def test_draws_no_random_numbers() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-# ---- modules that are left ----
+# ---- Modules that convert leaves unchanged ----
 
 
 class OwnNorm(torch.nn.Module):
-    """Computes rms_norm; subclasses change one thing each."""
+    """A norm that convert replaces by rms_norm. Each subclass changes it in one respect."""
 
     def __init__(self, eps: float = 1e-3) -> None:
         super().__init__()
@@ -394,7 +399,7 @@ class HalfNorm(OwnNorm):
     def forward(self, x: Tensor) -> Tensor:
         total = x[..., 0].square()
         for i in range(1, 64):
-            total = total + x[..., i].square()  # rounded to x's dtype at each step
+            total = total + x[..., i].square()  # rounds the sum to x's dtype after each addition
         return x * (total / 64 + self.eps).rsqrt().unsqueeze(-1) * self.weight
 
 
@@ -547,7 +552,8 @@ def test_a_known_formula_is_found_under_any_name() -> None:
 
 
 def test_dropout(device: str) -> None:
-    """A converted dropout has the op's masks for PyTorch's seed in training, and is the identity in evaluation."""
+    """A converted Dropout has the mask of extension_cpp.dropout for the same seed, and is the identity in
+    evaluation."""
     model = torch.nn.Sequential(torch.nn.Dropout(0.25), extension_cpp.nn.AddLayerNorm(64))
     assert convert(model) == ({"0": "dropout"}, {})
     x = torch.ones(100, 64, device=device)
@@ -564,7 +570,7 @@ SOFTMAXES = {"softmax": torch.nn.Softmax, "log_softmax": torch.nn.LogSoftmax}
 @pytest.mark.parametrize("dim", [-1, 0, 2])
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes(name: str, dim: int, device: str) -> None:
-    """A converted softmax gives the op's bits and runs hooks. Copies stay converted, and revert restores the class."""
+    """A converted softmax gives the op's bits and runs its hooks. Copies stay converted. revert restores the class."""
     module, seen = SOFTMAXES[name](dim=dim), []
     stock = copy.deepcopy(module)
     module.register_forward_hook(lambda *_: seen.append(1))
@@ -582,7 +588,7 @@ def test_softmaxes(name: str, dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_cross_entropy_losses(weighted: bool, device: str) -> None:
-    """A converted loss gives the op's bits for class indices and torch's for probabilities. `weight` is a buffer."""
+    """A converted loss gives the op's bits for targets of class indices, and PyTorch's for targets of probabilities."""
     weight = torch.rand(8, device=device) if weighted else None
     module = torch.nn.CrossEntropyLoss(weight, ignore_index=3, label_smoothing=0.1)
     stock = copy.deepcopy(module)
@@ -591,7 +597,7 @@ def test_cross_entropy_losses(weighted: bool, device: str) -> None:
     assert module.state_dict().keys() == stock.state_dict().keys()
     logits, target = torch.randn(16, 8, device=device), torch.randint(0, 8, (16,), device=device)
     want = extension_cpp.cross_entropy(logits, target, weight, 3, label_smoothing=0.1)
-    module.ignore_index = stock.ignore_index = -100  # torch refuses any other value together with probabilities
+    module.ignore_index = stock.ignore_index = -100  # for probabilities, torch allows no other value
     probabilities = torch.rand(16, 8, device=device)
     assert torch.equal(module(logits, probabilities), stock(logits, probabilities))
     module.ignore_index = 3
@@ -607,7 +613,7 @@ CHOICES: list[tuple[dict[str, object], set[str]]] = [
     ({}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
     ({"only": "layer_norm"}, {"norm", "blocks.0.norm"}),
     ({"only": ["layer_norm", "add_layer_norm"]}, {"norm", "blocks.0.norm", "blocks.0"}),
-    ({"only": ["add_layer_norm"]}, set()),  # the sum is not fused, because the norm is not converted
+    ({"only": ["add_layer_norm"]}, set()),  # the addition cannot be fused with a norm that is not converted
     ({"only": ["blocks.*"]}, {"blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
     ({"skip": "dropout"}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act"}),
     ({"skip": ["norm", "gelu"]}, {"blocks.0.norm", "blocks.0", "blocks.0.drop"}),
@@ -637,7 +643,7 @@ class ChosenModel(torch.nn.Module):
 
 @pytest.mark.parametrize("options, names", CHOICES, ids=[str(options) for options, _ in CHOICES])
 def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
-    """`only` and `skip` leave modules unchanged and unreported. A dry run reports the same and changes nothing."""
+    """Modules that `only` or `skip` excludes are not changed or reported. A dry run only reports the changes."""
     model = ChosenModel()
     classes = {name: type(module) for name, module in model.named_modules()}
     planned = convert(model, dry_run=True, **options)
@@ -647,7 +653,7 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
 
 
 def test_skip_takes_a_function_for_no_module() -> None:
-    """In `skip`, a name like layer_norm means the function, not a module of this name. `left` has no skipped module."""
+    """In `skip`, "layer_norm" means the function, not a module of this name. `left` contains no skipped module."""
     model = torch.nn.Sequential()
     model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
     assert convert(model, dry_run=True).left.keys() == {"drop"}
@@ -687,7 +693,7 @@ def test_not_a_module() -> None:
 
 @contextlib.contextmanager
 def autocast(device: str, enabled: bool) -> Iterator[None]:
-    """Enables torch.autocast, also for a device that this machine does not have."""
+    """Enables or disables autocast for a device, which may be one that this machine does not have."""
     before = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, enabled)
     try:
@@ -707,7 +713,7 @@ AUTOCAST_NORMS = NORMS | {
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", AUTOCAST_NORMS)
 def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> None:
-    """Under autocast a converted norm returns the original's dtype. FakeTensors replace tensors of a GPU."""
+    """A converted norm returns the original's dtype, with and without autocast. With FakeTensors this needs no GPU."""
     stock = AUTOCAST_NORMS[name]()
     ours = copy.deepcopy(stock)
     assert convert(ours).changed
@@ -734,7 +740,7 @@ def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> No
 
 @functools.cache
 def takes(name: str, dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
-    """Returns whether a module takes inputs and parameters of these dtypes on the CPU. PyTorch's fakes refuse fewer."""
+    """Returns whether the unconverted norm takes these dtypes on the CPU. PyTorch's fakes accept more dtypes."""
     with torch.utils._python_dispatch._disable_current_modes():
         try:
             AUTOCAST_NORMS[name]().to(dtype)(torch.zeros(5, 4, 64, dtype=x_dtype))
@@ -743,14 +749,14 @@ def takes(name: str, dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
     return True
 
 
-# ---- captured by tracers ----
+# ---- Graphs: tracers and exporters capture converted modules ----
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_a_llama_is_traced(gradients: bool) -> None:
-    """torch.jit.trace, which checks its result, traces a converted Llama, and the traced model trains."""
+    """torch.jit.trace traces a converted Llama and checks the traced model, which has the right gradients."""
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
@@ -783,7 +789,7 @@ CAPTURES = {
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_are_captured(name: str, capture: str) -> None:
-    """A converted norm is captured under no_grad, alone and in a model, and the captured graph trains."""
+    """A norm that is captured under no_grad, alone and in a model, becomes a graph that has the right gradients."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     norm = NORMS[name]()
@@ -806,7 +812,7 @@ def test_scripting_gets_a_sentence_that_is_true(name: str) -> None:
     convert(model)
     with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile .*, whose forward is Python code that"):
         torch.jit.script(model)
-    if name.startswith("torch layer"):  # torch.jit.script can compile only the original code of these two classes
+    if name.startswith("torch layer"):  # of the originals, torch.jit.script compiles only these two
         nn.revert(model)
         torch.jit.script(model)
 
@@ -848,7 +854,7 @@ def test_called_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_forward_of_its_own_is_not_replaced(name: str) -> None:
-    """convert replaces a forward stored in the instance if it is the class's own, as accelerate leaves it behind."""
+    """convert also changes a norm that stores its class's forward in the instance, as accelerate leaves it behind."""
     norm = NORMS[name]()
     norm.forward = norm.forward
     assert convert(norm).changed
@@ -869,7 +875,7 @@ def test_a_class_on_top_survives_copies_and_pickles() -> None:
 
 
 def test_all_are_decided_before_one_is_changed() -> None:
-    """If a class raises while convert examines it, the whole model stays unchanged."""
+    """If a module raises an exception while convert examines it, convert has not changed any module of the model."""
 
     class Hostile(OwnNorm):
         @property
@@ -883,7 +889,7 @@ def test_all_are_decided_before_one_is_changed() -> None:
 
 
 def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert probes norms of one class with equal numbers and shapes once, and others once each."""
+    """In one call, convert compares norms of the same class, attributes and shapes with the op only once."""
     seen: list[int] = []
     forward = LlamaRMSNorm.forward
 

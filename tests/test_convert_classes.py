@@ -1,4 +1,4 @@
-"""Tests the classes that convert makes: code that looks for layers by class finds converted and unconverted ones."""
+"""Tests that code which finds layers by their class finds converted and unconverted layers after convert."""
 
 import abc
 import copy
@@ -28,7 +28,7 @@ NAME = "LlamaDecoderLayer"
 
 
 def by_hand(model: torch.nn.Module) -> type:
-    """Returns the class of the first module whose class is named NAME, as accelerate and peft look for it."""
+    """Returns the class of the first module whose class is named NAME, as accelerate and peft look for a class."""
     return next(type(module) for module in model.modules() if type(module).__name__ == NAME)
 
 
@@ -38,7 +38,7 @@ def by_accelerate(model: torch.nn.Module) -> type:
 
 
 def by_peft(model: torch.nn.Module) -> type:
-    """Returns the class in the policy that peft makes for FSDP."""
+    """Returns the class named NAME that peft puts into its FSDP wrapping policy for the model."""
     other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
     _, policy = other.fsdp_auto_wrap_policy(model).keywords["policies"]
     return next(kind for kind in policy.keywords["transformer_layer_cls"] if kind.__name__ == NAME)
@@ -71,7 +71,7 @@ def test_layers_are_found_by_their_class(skip: Any, find: Callable[..., type], w
 
 
 def test_a_model_with_layers_left_alone() -> None:
-    """A model with some unconverted layers trains, and can be copied, saved, compiled and reverted."""
+    """A model with one unconverted layer has the right gradients, and can be copied, saved, compiled and reverted."""
     stock = make("llama", torch.float32)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     model = copy.deepcopy(stock)

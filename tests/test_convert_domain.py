@@ -1,4 +1,4 @@
-"""A converted module accepts the inputs that the original accepts, with the same results, and refuses the others."""
+"""Tests that a converted module accepts the same inputs as the original, and rejects the same inputs."""
 
 import copy
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def outcome(module: torch.nn.Module, *args: Any) -> Any:
     torch.manual_seed(0)
     try:
         return module(*args)
-    except Exception as error:  # the test only asks whether any exception is raised
+    except Exception as error:  # the test only compares whether the two modules raise an exception
         return error
 
 
@@ -99,7 +99,7 @@ def values(y: Tensor) -> list[Tensor]:
 
 
 def check_outcome(got: Any, want: Any, is_random: bool = False) -> None:
-    """Checks two outcomes for equality up to rounding half types at other steps: 4 eps of the largest element."""
+    """Asserts that both modules raised an exception, or gave results within 4 eps of the largest element."""
     if isinstance(want, Exception):
         assert isinstance(got, Exception), f"it computes, but the original raised {want}"
         return
@@ -114,7 +114,7 @@ def check_outcome(got: Any, want: Any, is_random: bool = False) -> None:
             torch.testing.assert_close(a.to(wide), b.to(wide), rtol=0, atol=4 * eps * largest, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch warns of prototypes and of casts
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns about prototype features and casts
 @pytest.mark.parametrize("name", MODULES)
 def test_no_domain_shrinks(name: str) -> None:
     stock = MODULES[name]()
@@ -148,8 +148,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def loss_inputs() -> dict[str, tuple[Any, Any]]:
-    """Returns every kind of logits and of target. float32 class weights with half logits are left out: the op takes
-    them, and torch refuses them."""
+    """Returns logits and targets of all dtypes and layouts, except for half logits with float32 class weights, which
+    only the op accepts."""
     target, kinds = torch.tensor([1, 2, 3, 7]), inputs()
     logits = kinds["torch.float32"]
     found = {kind: (x, target) for kind, x in kinds.items()}
@@ -179,7 +179,7 @@ def test_no_domain_of_the_loss_shrinks(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["RMSNorm", "an activation", "a norm", "a residual sum"])
 def test_gradients_of_complex_numbers(name: str) -> None:
-    """Converted modules have gradients for complex numbers if the originals have them."""
+    """A converted module has the same gradient as the original for a complex input."""
     stock = MODULES[name]()
     module = copy.deepcopy(stock)
     convert(module)

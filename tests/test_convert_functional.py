@@ -1,4 +1,4 @@
-"""Tests torch.func on converted models: per-sample gradients, as in influence functions and differential privacy."""
+"""Tests torch.func on converted models: per-sample gradients, as for influence functions and differential privacy."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 
 
 class Classifier(torch.nn.Module):
-    """A model of norms with residuals, gated products, softmax and a loss."""
+    """A model with all that convert replaces: residual additions with norms, a gated product, a softmax and a loss."""
 
     def __init__(self, mlp: type) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor], di
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", MODELS)
 def test_per_sample_gradients_of_a_converted_model(name: str, device: str) -> None:
-    """vmap of grad equals a backward for each sample in turn, in the converted and in the stock model."""
+    """vmap of grad of a converted model equals a backward per sample, of the converted and the unconverted model."""
     make, loss, options = MODELS[name]
     torch.manual_seed(0)
     stock = make().to(device)
@@ -83,8 +83,8 @@ def test_per_sample_gradients_of_a_converted_model(name: str, device: str) -> No
             value = loss(each, leaves, x[number], target[number])
             alone = torch.autograd.grad(value, list(leaves.values()))
             for key, gradient in zip(leaves, alone, strict=True):
-                # Five products of up to 24 terms follow each other, and sum in another order: 120 roundings of half an
-                # eps of the largest element.
+                # Five matrix products with sums of up to 24 terms follow each other, and vmap adds in another order:
+                # 120 roundings of half an eps of the largest element.
                 atol = 60 * torch.finfo(torch.float32).eps * max(gradient.abs().max().item(), 0.1)
                 torch.testing.assert_close(
                     found[key][number], gradient, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}"

@@ -1,4 +1,4 @@
-"""Tests converted modules with exactly one input or parameter that requires grad, and the options only and skip."""
+"""Tests gradients of converted modules if only one tensor requires grad, and the names that `only` and `skip` take."""
 
 import copy
 import itertools
@@ -50,13 +50,13 @@ def inputs_of(name: str, device: str) -> list[Tensor]:
         others = [torch.randn(2, 5, WIDTH, generator=generator) for _ in range(2)]  # cos and sin
     else:
         others = [torch.tensor([[1, 2, 3, 4, 0]] * 2)] if name == "CrossEntropyLoss" else []
-    if name == "CrossEntropyLoss":  # classes are the second dimension
+    if name == "CrossEntropyLoss":  # torch.nn.CrossEntropyLoss takes the classes along dimension 1
         x = x.transpose(1, 2)
     return [each.to(device) for each in (x, *others)]
 
 
 def gradient(module: torch.nn.Module, inputs: list[Tensor], needed: int) -> Tensor | None:
-    """Returns the gradient of the only input or parameter that requires grad, or None if it has no gradient."""
+    """Returns the gradient of input or parameter number `needed`, which alone requires grad, or None if it has none."""
     leaves = [x.detach().clone() if x.is_floating_point() else x for x in inputs]
     tensors = [*(x for x in leaves if x.is_floating_point()), *module.parameters()]
     for i, tensor in enumerate(tensors):
@@ -70,8 +70,7 @@ def gradient(module: torch.nn.Module, inputs: list[Tensor], needed: int) -> Tens
 
 @pytest.mark.parametrize("name", MODULES)
 def test_one_tensor_requires_grad(name: str, device: str) -> None:
-    """A converted module gives the right gradient if a single input or parameter requires grad. The inputs include cos
-    and sin, one of which may be learned."""
+    """A converted module gives the right gradient if a single tensor requires grad, which may be cos or sin."""
     torch.manual_seed(0)
     stock = MODULES[name]().to(device)
     ours = copy.deepcopy(stock)
@@ -84,15 +83,15 @@ def test_one_tensor_requires_grad(name: str, device: str) -> None:
         assert (got is None) == (want is None), f"tensor {needed}"
         if want is not None:
             found += 1
-            # At most three products of 16 or 10 terms follow each other, in another order than PyTorch's. float32's
-            # default tolerance is 11 eps of each element, and here of the largest element.
+            # Up to three matrix products with sums of 16 or 10 terms follow each other, and add in another order than
+            # PyTorch. The bound is assert_close's default of 1.3e-6 (11 eps), but relative to the largest element.
             torch.testing.assert_close(got, want, rtol=0, atol=1.3e-6 * max(1.0, want.abs().max().item()))
     assert found > 0
 
 
 @pytest.mark.parametrize("function", ["silu", "gelu", TANH])
 def test_every_subset_of_the_inputs_of_a_gated_linear(function: str, device: str) -> None:
-    """Gradients of a gated linear layer are right for every subset of inputs that require grad."""
+    """GatedLinear, linear(act(gate) * up, weight, bias), has right gradients for any subset of its inputs."""
     shapes = [(3, 6), (3, 6), (4, 6), (4,)]
     generator = torch.Generator().manual_seed(2)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
@@ -112,7 +111,7 @@ def test_every_subset_of_the_inputs_of_a_gated_linear(function: str, device: str
 @pytest.mark.parametrize("option", ["only", "skip"])
 @pytest.mark.parametrize("kind", [activations.NewGELUActivation, activations.GELUTanh, modules.FunctionalTanh])
 def test_the_name_of_a_function_holds_for_its_tanh_form(kind: type, option: str) -> None:
-    """In `only` and `skip`, "gelu" and "geglu" also mean their tanh forms."""
+    """In convert's options `only` and `skip`, "gelu" and "geglu" also name the functions with approximate="tanh"."""
     word = "geglu" if kind is modules.FunctionalTanh else "gelu"
     for given, is_named in ((word, True), ("silu", False)):
         model = torch.nn.ModuleDict({"part": kind()})
@@ -122,7 +121,7 @@ def test_the_name_of_a_function_holds_for_its_tanh_form(kind: type, option: str)
 
 @pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
 def test_dropout_in_place_that_drops_nothing_leaves_a_leaf_alone(p: float, training: bool, device: str) -> None:
-    """An in-place dropout that drops nothing does not write into a leaf, which autograd would refuse."""
+    """An in-place dropout that drops nothing does not write into its input. Autograd would reject it for a leaf."""
     for kind in (nn.Dropout, torch.nn.Dropout):
         x = torch.randn(3, 4, device=device, requires_grad=True)
         y = kind(p, inplace=True).train(training)(x)

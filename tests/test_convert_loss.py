@@ -1,5 +1,5 @@
-"""Tests nn.convert on causal language models with both losses: cross_entropy of the logits, and linear_cross_entropy of
-the hidden states, which holds only a part of the logits at a time."""
+"""Tests nn.convert on causal language models with each of its two losses. loss="logits" means cross_entropy of the
+logits. loss="linear" means linear_cross_entropy of the hidden states, which never holds all logits at once."""
 
 import copy
 import inspect
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, without downloads
+os.environ["HF_HUB_OFFLINE"] = "1"  # the models are made from configurations and need no downloads
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from extension_cpp.convert import model_loss
 from extension_cpp.nn import convert
 from tests.test_convert import GPT2, LLAMA, T5, check_same
 
-# The class and the configuration of each model. "bias" adds a bias to its output layer.
+# The class and the configuration of each model. With "bias", `make` adds a bias to the model's output layer.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama with a bias": ("LlamaForCausalLM", LLAMA | {"bias": True}),
@@ -38,7 +38,7 @@ TIED = ("qwen3", "gemma3", "gpt2")
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **others: Any) -> Any:
-    """Makes a model in training mode, with logits so large that a softcap and a scale have an effect."""
+    """Makes a model in training mode. Its logits are so large that a softcap or a scale changes the loss noticeably."""
     class_name, options = MODELS[name]
     options = options | others
     has_bias = options.pop("bias", False)
@@ -54,7 +54,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **o
 
 
 def make_inputs(model: Any) -> dict[str, Any]:
-    """Returns tokens and labels, about a third of which are ignored."""
+    """Returns random tokens, and labels of which about 30 % have the ignored value -100."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 61, (2, 16), generator=generator)
     labels = tokens.masked_fill(torch.rand(2, 16, generator=generator) < 0.3, -100)
@@ -68,8 +68,8 @@ def loss_and_gradients(model: Any, inputs: dict[str, Any], run: Callable[..., An
     return {"loss": loss.detach()} | dict(zip(parameters, gradients, strict=True))
 
 
-# check_same allows 192 roundings for the norms. A logit sums 32 products, a row has 61 classes, and a gradient sums 32
-# rows or 61 classes. These add at most as many roundings again, so that eps is doubled.
+# check_same allows 192 roundings of half an eps for the norms. The output layer and the loss add at most 192 more: a
+# logit sums 32 products, the loss sums 61 classes, and a gradient sums 32 rows or 61 classes. Eps is therefore doubled.
 EPS = 2 * torch.finfo(torch.float32).eps
 
 
@@ -77,8 +77,8 @@ EPS = 2 * torch.finfo(torch.float32).eps
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str) -> None:
-    """A converted model has the loss, gradients and state of the original. Some labels are ignored. The loss is a mean,
-    or a sum divided by num_items_in_batch."""
+    """A converted model has the same loss and gradients as the original, up to rounding, and the same state_dict. This
+    holds for a loss that is a mean, and for a sum divided by num_items_in_batch. Some labels are ignored."""
     stock = make(name, device=device)
     model = copy.deepcopy(stock)
     changed, left = convert(model, loss=loss)
@@ -97,14 +97,14 @@ def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str)
     assert repr(model) == repr(stock) and inspect.signature(model.forward) == inspect.signature(stock.forward)
 
 
-# The quick tier omits models with the loss of logits, because test_convert_models.py compiles such models.
+# Without --slow, no loss of logits is compiled here, because test_convert_models.py compiles models with this loss.
 COMPILED = [("gemma3", "linear"), pytest.param("gemma3", "logits", marks=pytest.mark.slow)]
 COMPILED += [pytest.param(name, loss, marks=pytest.mark.slow) for name in ("gpt2", "llama", "qwen3") for loss in LOSSES]
 
 
 @pytest.mark.parametrize("name, loss", COMPILED)
 def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
-    """A converted model with one layer compiles to a single graph."""
+    """torch.compile captures a converted model as one graph, which gives the right loss and gradients."""
     stock = make(name, device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)
@@ -120,8 +120,8 @@ def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiled_by_inductor(loss: str, device: str) -> None:
-    """Inductor compiles a converted model. The quick tier only captures its graph in the test before, because
-    tests/battery/test_graphs.py compiles every op with Inductor."""
+    """A converted model compiled by Inductor has the right loss and gradients. The test above, which runs also without
+    --slow, only captures the graph, and tests/battery/test_graphs.py compiles every op with Inductor."""
     stock = make("gemma3", device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)
@@ -133,7 +133,7 @@ def test_compiled_by_inductor(loss: str, device: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16(name: str, loss: str, device: str) -> None:
-    """A bfloat16 model has a float32 loss, and gradients as near to float64 as the unconverted model's."""
+    """A converted bfloat16 model has a float32 loss. It is as near to the float64 model as the unconverted one."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     convert(models["converted"], loss=loss)
@@ -144,14 +144,14 @@ def test_in_bfloat16(name: str, loss: str, device: str) -> None:
         who: sum((each[part].double() - exact).square().sum().item() for part, exact in found["exact"].items()) ** 0.5
         for who, each in found.items()
     }
-    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
+    # The two models round at different places. Their errors' ratio was 0.66 to 1.38 for several random weights.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_float64_and_autocast_give_the_loss_the_dtype_it_had(loss: str, device: str) -> None:
-    """The loss keeps its dtype in float64 and under autocast. There logits are bfloat16 with errors of half an eps,
-    which a gradient sums over rows."""
+    """A converted model's loss has the same dtype as the original's, in float64 and under autocast. Under autocast the
+    logits are bfloat16 with errors of half an eps, which a gradient sums over the rows."""
     stock = make("llama", torch.float64, device)
     inputs = make_inputs(stock)
     for dtype, enabled in ((torch.float64, False), (torch.float32, True)):
@@ -206,7 +206,7 @@ def test_ways_to_call(call: str, loss: str, device: str) -> None:
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_tuples_hold_logits(configured: bool) -> None:
-    """With return_dict=False the model computes logits as before, because a tuple's positions depend on the inputs."""
+    """With return_dict=False, a model with the linear loss still returns logits, which take a place in the tuple."""
     stock = forward_with(lambda logits: logits, lambda logits: None)
     if configured:
         stock.config.return_dict = False
@@ -221,7 +221,7 @@ def test_tuples_hold_logits(configured: bool) -> None:
 
 
 def test_a_forward_that_names_return_dict() -> None:
-    """convert handles Mamba2's forward, which names return_dict, reads the output layer's dtype, and casts logits."""
+    """convert makes Mamba2's loss linear. Its forward has return_dict, reads the head's dtype, and casts logits."""
     options = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8}
     stock = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=61, num_hidden_layers=1, **options))
     model = copy.deepcopy(stock)
@@ -333,7 +333,7 @@ def test_an_error_in_forward_leaves_no_trace() -> None:
 
 
 class LoRA(torch.nn.Module):
-    """Replaces a linear layer and calls it, as peft's LoRA layers do."""
+    """Takes the place of a linear layer in a model and calls this layer, as peft's LoRA layers do."""
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def test_what_is_put_on_the_output_layer_counts(put: Callable[[Any], None]) -> N
     torch.testing.assert_close(got.logits, want.logits)
 
 
-# ---- models that are left ----
+# ---- Models whose loss convert leaves unchanged or does not make linear ----
 
 
 class OwnLoss(transformers.LlamaForCausalLM):
@@ -398,7 +398,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
 
 
 def forward_with(change: Callable[[Tensor], Tensor], penalty: Callable[[Tensor], Any] = lambda logits: 0.0) -> Any:
-    """Makes a Llama that changes its logits or adds a penalty to its loss."""
+    """Makes a Llama whose forward applies `change` to its logits and adds `penalty` of the logits to its loss."""
 
     class Changed(transformers.LlamaForCausalLM):
         @can_return_tuple
@@ -449,7 +449,7 @@ LEFT: dict[str, list[Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_left_with_the_loss_of_its_logits(reason: str) -> None:
-    """A model whose loss cannot be linear gets cross_entropy of its logits, with the same results, and is in `left`."""
+    """If a model's loss cannot be linear, it becomes cross_entropy of the logits, and `left` has the reason."""
     for make_model in LEFT[reason]:
         stock, model = make_model(), make_model()
         model.load_state_dict(stock.state_dict())
@@ -465,7 +465,8 @@ def test_left_with_the_loss_of_its_logits(reason: str) -> None:
 
 
 def test_the_same_forward_is_followed() -> None:
-    """The models of LEFT[UNKNOWN] are left for their changes alone: the same forward without a change is converted."""
+    """convert gives the linear loss to models with the forward of those in LEFT[UNKNOWN], if this forward does not
+    change the logits or only caps them. The models in LEFT[UNKNOWN] are therefore left only for their changes."""
     plain = forward_with(lambda logits: logits, lambda logits: None)
     assert convert(plain, loss="linear").changed[""] == "linear_cross_entropy"
     capped = forward_with(lambda logits: 3 * torch.tanh(2 * logits / 3), lambda logits: None)

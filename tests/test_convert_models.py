@@ -1,11 +1,12 @@
-"""Tests nn.convert on whole models from transformers: what it changes, and that they train and generate as before."""
+"""Tests nn.convert on whole models from transformers: which modules it changes, and that a converted model gives the
+same gradients and generates the same tokens as the original."""
 
 import copy
 import os
 import pickle
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, without downloads
+os.environ["HF_HUB_OFFLINE"] = "1"  # the models are made from configurations and need no downloads
 
 import pytest
 import torch
@@ -25,10 +26,10 @@ VIT |= {"patch_size": 4, "num_labels": 3, "hidden_dropout_prob": 0.0, "attention
 
 TANH = " with approximate='tanh'"
 ONE = " with 1 + weight"
-# What `changed` has for a layer beside norms, dropouts and the activation: its parts' names with their functions.
+# The functions that convert reports for a layer's modules, by their name, without norms, dropouts and activations.
 LLAMA_LAYER = {"": "add_rms_norm", "self_attn": "rotary_embedding", "mlp": "swiglu"}
 GEMMA_LAYER = {"": f"add_rms_norm{ONE}", "self_attn": "rotary_embedding", "mlp": f"geglu{TANH}"}
-# For each model: class, configuration, name of the last layer, what is changed in that layer, and activation.
+# For each model: class, configuration, name of the last layer, functions in this layer (as above), and activation.
 MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
     "llama": ("LlamaForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
     "qwen2": ("Qwen2ForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
@@ -44,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
     ),
     "gemma": ("GemmaForCausalLM", DECODER, "model.layers.1", GEMMA_LAYER, f"gelu{TANH}"),
     "gemma3": ("Gemma3ForCausalLM", DECODER, "model.layers.1", GEMMA_LAYER, f"gelu{TANH}"),
-    # The norms of olmo2 come before the residual addition.
+    # olmo2 adds the residual after the norm, so that convert cannot fuse the addition with the norm.
     "olmo2": (
         "Olmo2ForCausalLM",
         DECODER,
@@ -52,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
         {"self_attn": "rotary_embedding", "mlp": "swiglu"},
         "silu",
     ),
-    # glm rotates half of each head, interleaved. cohere has one norm for attention and MLP.
+    # glm rotates half of each head, in interleaved pairs. cohere has one norm for attention and MLP together.
     "glm": ("GlmForCausalLM", DECODER, "model.layers.1", LLAMA_LAYER, "silu"),
     "cohere": (
         "CohereForCausalLM",
@@ -69,7 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], str]] = {
         "silu",
     ),
     "gpt2": ("GPT2LMHeadModel", GPT2, "transformer.h.1", {"": "add_layer_norm"}, f"gelu{TANH}"),
-    # opt's activation is ReLU, and opt reshapes rows between the sum and the norm.
+    # opt's activation is ReLU, which convert leaves. opt reshapes x between addition and norm, which prevents fusion.
     "opt": ("OPTForCausalLM", OPT, "model.decoder.layers.1", {}, ""),
     "bert": (
         "BertForMaskedLM",
@@ -98,7 +99,7 @@ ALONE = ("silu", "gelu", f"gelu{TANH}", "dropout", "layer_norm", "rms_norm", f"r
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Any:
-    """Makes a model in training mode, with norm weights other than 1."""
+    """Makes the model in training mode, with random norm weights, so that an ignored weight is noticed."""
     class_name, defaults, *_ = MODELS[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(0)
@@ -127,14 +128,14 @@ def loss_and_gradients(model: Any, run: Any = None) -> dict[str, Tensor]:
 
 
 def pair(name: str, *args: Any, **options: Any) -> tuple[Any, Any]:
-    """Returns the stock model and a converted copy."""
+    """Makes a model. Returns the model, unconverted, and a converted copy of it."""
     stock = make(name, *args, **options)
     model = copy.deepcopy(stock)
     assert convert(model).changed
     return stock, model
 
 
-# Beside its norms, with 16 roundings each in check_same, a layer has at most 20 roundings, so that eps is doubled.
+# check_same allows 16 roundings per norm. Eps is doubled, because a layer has at most 20 roundings beside its norms.
 EPS = 2 * torch.finfo(torch.float32).eps
 
 
@@ -163,21 +164,21 @@ def test_what_is_changed_and_that_it_trains_as_before(name: str, device: str) ->
     assert all(type(a) is type(b) for a, b in zip(model.modules(), stock.modules(), strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # mixtral's experts take no float64
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # mixtral's experts reject float64
 def test_in_bfloat16(name: str, device: str) -> None:
-    """A converted bfloat16 model is as near to float64 as the unconverted one, because each op rounds once."""
+    """A converted bfloat16 model is as near to the float64 model as the unconverted one, as each op rounds once."""
     stock, model = pair(name, torch.bfloat16, device)
     exact = loss_and_gradients(copy.deepcopy(stock).double())
     errors = []
     for each in (stock, model):
         found = loss_and_gradients(each)
         errors.append(sum((found[part].double() - exact[part]).square().sum().item() for part in exact) ** 0.5)
-    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
+    # The two models round at different places. Their errors' ratio was 0.66 to 1.38 for several random weights.
     assert 0 < errors[1] <= 1.5 * errors[0], errors
 
 
 COMPILED = ["llama", "phi3", "modernbert", "vit"]
-# glm is converted like llama, and test_convert_loss.py compiles gemma3 with the loss of its hidden states.
+# convert changes glm like llama, and test_convert_loss.py compiles gemma3, so that they are compiled only with --slow.
 COMPILED += [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "glm", "t5")]
 
 
@@ -198,7 +199,7 @@ def test_gradient_checkpointing(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "t5"])
 def test_generates_the_same_tokens(name: str, device: str) -> None:
-    """A converted model generates the same tokens with a cache: first a row per token, then single rows."""
+    """A converted model with a cache generates the original's tokens: after the whole prompt, one row at a time."""
     stock, model = (each.eval() for each in pair(name, device=device))
     tokens = make_inputs(stock)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -207,7 +208,7 @@ def test_generates_the_same_tokens(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_other_outputs(name: str) -> None:
-    """A converted model returns the same hidden states and attentions, which transformers collects by class hooks."""
+    """A converted model returns the original's hidden states and attentions, which hooks on the classes collect."""
     stock, model = pair(name, attn_implementation="eager")
     options = {"output_hidden_states": True, "output_attentions": True}
     got, want = model(**make_inputs(model), **options), stock(**make_inputs(stock), **options)
@@ -227,7 +228,7 @@ def test_copies_and_pickles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
 def test_lora(name: str) -> None:
-    """Adapters of peft work whether they are added before or after conversion: gradients and merged weights match."""
+    """peft's LoRA adapters, added before or after convert, have the right gradients and merge into the weights."""
     peft = pytest.importorskip("peft")
     stock = make(name)
     names = ["qkv_proj", "gate_up_proj"] if name == "phi3" else ["q_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,4 +1,4 @@
-"""nn.convert gives the same result in every mode of PyTorch that its caller may have enabled."""
+"""Tests that nn.convert gives the same result in every PyTorch mode of its caller, such as no_grad or autocast."""
 
 import contextlib
 import importlib.util
@@ -43,14 +43,14 @@ def deterministic() -> Iterator[None]:
 
 
 class Functions(TorchFunctionMode):
-    """A mode that fails at the first function of PyTorch that is called in it."""
+    """A mode in which a call of any of PyTorch's functions fails."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} is called in the mode")
 
 
 class Operators(TorchDispatchMode):
-    """A mode that fails at the first operator that is called in it."""
+    """A mode in which a call of any operator fails."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} is called in the mode")
@@ -72,7 +72,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def state(name: str) -> dict[str, Any]:
-    """Returns the modes that are enabled. The mode "functions" does not allow to ask for the default device."""
+    """Returns the settings that modes change, without the default device in "functions", where asking for it fails."""
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -86,7 +86,7 @@ def state(name: str) -> dict[str, Any]:
 
 
 def fresh_modules() -> Any:
-    """Executes tests/convert_modules.py anew, which makes classes and functions that convert has not seen yet."""
+    """Executes convert_modules.py again. Returns a module of classes and functions that convert has not seen yet."""
     spec = importlib.util.spec_from_file_location("fresh_convert_modules", convert_modules.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -94,7 +94,8 @@ def fresh_modules() -> Any:
 
 
 def model_of(source: types.ModuleType) -> torch.nn.Module:
-    """Makes a model of every kind of module that convert probes, both convertible ones and others."""
+    """Makes a model of all kinds of modules that convert runs to compare them with an op. Only number 5 does not
+    fit."""
     norms = [CohereLayerNorm, GemmaRMSNorm, LlamaRMSNorm]
     parts = [source.Attention(), source.DetachedAttention(), source.MLP(), source.Block(), source.Functional()]
     model = torch.nn.Sequential(*(norm(64) for norm in norms), NewGELUActivation(), *parts)
@@ -103,7 +104,7 @@ def model_of(source: types.ModuleType) -> torch.nn.Module:
 
 
 def rules(model: torch.nn.Module) -> list[Any]:
-    """Returns what the generated classes know about the computation of their modules."""
+    """Returns what the generated classes store about their computation, such as formulas and rotary functions."""
     kinds = [type(module) for module in model.modules()]
     found = [getattr(kind, name, None) for kind in kinds for name in ("formula", "sites")]
     return found + [rotary for kind in kinds for *_, rotary in getattr(kind, "rotaries", ())]
@@ -111,8 +112,8 @@ def rules(model: torch.nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("name", MODES)
 def test_modes_decide_nothing(name: str) -> None:
-    """convert in a mode gives the result of a plain convert, and leaves nothing behind that changes a later plain
-    convert. Its probes run outside of the mode, which is enabled again afterwards."""
+    """In each mode, convert gives the same result as without a mode, and the mode is still enabled afterwards. What
+    convert caches in the mode does not change a later call without a mode."""
     plain = model_of(fresh_modules())
     expected = convert(plain)
     assert len(expected.changed) == 15 and list(expected.left) == ["5"]
@@ -127,7 +128,7 @@ def test_modes_decide_nothing(name: str) -> None:
 
 
 class StateNorm(LlamaRMSNorm):
-    """Records the modes in which its forward runs."""
+    """A norm that records, at each call of its forward, which modes are enabled."""
 
     seen: ClassVar[list[Any]] = []
 
@@ -158,7 +159,7 @@ def test_modes_decide_nothing_about_the_linear_loss(name: str) -> None:
 
 
 def test_a_model_of_fake_tensors_is_changed() -> None:
-    """convert changes a model of FakeTensors like one on meta, because the ops have fakes."""
+    """convert changes a model of FakeTensors, which then runs on FakeTensors, because the ops have fakes."""
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.LayerNorm(64), LlamaRMSNorm(64))
         assert convert(model) == ({"0": "layer_norm", "1": "rms_norm"}, {})
@@ -166,7 +167,7 @@ def test_a_model_of_fake_tensors_is_changed() -> None:
 
 
 def test_pickles_are_loaded_in_any_mode() -> None:
-    """A pickle of a converted module loads in any mode, even if loading is the first to probe its rotary function."""
+    """A pickled converted module can be loaded in any mode, even if its rotary function was not examined before."""
     made = fresh_modules().Attention
     sites = frozenset({forwards.Site("rotary", "apply_rotary_pos_emb")})
     with torch.inference_mode(), FakeTensorMode():
@@ -175,7 +176,7 @@ def test_pickles_are_loaded_in_any_mode() -> None:
 
 
 def test_no_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert does not cache an exception: the next convert probes the function again."""
+    """If a rotary function raises an exception, convert does not cache that. Its next call runs the function again."""
     source = fresh_modules()
     right = source.torch.cat
 

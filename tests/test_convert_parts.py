@@ -1,4 +1,4 @@
-"""Tests nn.convert of activations and of modules whose forward is rewritten: every form, and every way to revert."""
+"""Tests nn.convert on activations and on modules whose forward it rewrites: gated MLPs, residual blocks and rotary."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ SOMETHING_ELSE = "^computes something else than rotary_embedding$"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the names of the ops' functions that are called."""
+    """Returns a list to which each call of one of the ops' functions adds its name."""
     found: list[str] = []
     for name in ("silu", "gelu", "swiglu", "geglu", "add_layer_norm", "add_rms_norm", "dropout", "rotary_embedding"):
 
@@ -50,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def results(module: torch.nn.Module, *inputs: Any) -> list[Tensor]:
-    """Returns the result of a call, and the gradients of the first input and the parameters."""
+    """Calls the module. Returns its result, and the gradients of the first input and of the parameters."""
     x = inputs[0].detach().clone().requires_grad_()
     torch.manual_seed(5)
     y = module(x, *inputs[1:])
@@ -60,8 +60,8 @@ def results(module: torch.nn.Module, *inputs: Any) -> list[Tensor]:
 
 
 def check_same(got: list[Tensor], want: list[Tensor]) -> None:
-    """Checks for equality up to rounding. Four sums of 16 products follow each other in another order: 64 roundings,
-    half an eps each, of the largest element."""
+    """Asserts that results and gradients are equal up to rounding. Four matrix products with sums of 16 products follow
+    each other, and add in another order. These are 64 roundings of half an eps of the largest element each."""
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -107,8 +107,8 @@ def test_activations(name: str, calls: list[str], device: str) -> None:
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_dtypes_of_activations(name: str, fake_device: str, enabled: bool) -> None:
-    """A converted activation returns the original's dtype. FakeTensors replace a GPU. Under CUDA's autocast gelu_new
-    returns float32, because autocast computes powers in float32."""
+    """A converted activation returns the original's dtype, with and without autocast. With CUDA's autocast, gelu_new
+    returns float32, because autocast computes powers in float32. With FakeTensors the test needs no GPU."""
     stock = ACTIVATIONS[name][0]()
     module = copy.deepcopy(stock)
     convert(module)
@@ -130,7 +130,7 @@ class DetachedGELU(torch.nn.GELU):
 
 
 class CutGELU(torch.nn.GELU):
-    """Returns a result that requires grad, but has no gradient for the input."""
+    """Returns a result that requires grad, but through which the input gets no gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.detach().requires_grad_())
@@ -203,7 +203,7 @@ def test_gated_products(name: str, calls: list[str], device: str) -> None:
     assert not left and (function is not None) == rewritten and (function or "swiglu").startswith(("swiglu", "geglu"))
     x = torch.randn(3, WIDTH, device=device)
     check_same(results(module, x), results(stock, x))
-    # Backward computes the product again, so that each name counts once.
+    # Backward may call a function again to recompute the product, so that repeated names are removed.
     assert list(dict.fromkeys(each for each in calls if each != "dropout")) == GATED[name]
     assert inspect.signature(module.forward) == inspect.signature(stock.forward)
     assert module.forward.__doc__ == stock.forward.__doc__
@@ -214,7 +214,7 @@ def test_activations_stay_before_what_may_change_their_input(calls: list[str]) -
     module = copy.deepcopy(stock)
     assert convert(module).changed.keys() == {"act", "drop"}
     x = torch.randn(3, WIDTH)
-    with torch.no_grad():  # autograd refuses this change
+    with torch.no_grad():  # autograd would raise an error for InPlaceBeforeProduct
         torch.testing.assert_close(module(x), stock(x))
     assert calls == ["silu"]
 
@@ -248,7 +248,7 @@ def test_what_is_put_on_an_activation_counts(way: str, calls: list[str]) -> None
 
 
 def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
-    """A replaced child of a converted MLP is used: linear layers and the activation are called as modules."""
+    """A converted MLP calls its current linear layers and activation, also if they were replaced after convert."""
     stock = convert_modules.MLP()
     module = copy.deepcopy(stock)
     convert(module)
@@ -265,7 +265,7 @@ def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
 
 
 class Rectified(convert_modules.MLP):
-    """Has two activations: a module of an unknown class, and a function of torch.nn.functional."""
+    """An MLP with two activations: a module of an unknown class that computes relu, and functional.relu."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Rectified(convert_modules.MLP):
 
 
 def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new activation needs only a row of KNOWN. The test adds relu with a gated op that exists only here."""
+    """A new activation needs only an entry in KNOWN. The test adds relu, with a gated op that exists only here."""
     ops, called = extension_cpp.ops, []
     monkeypatch.setitem(KNOWN, "relu", Known("relu", "reglu", nn.ReLU, {}))
 
@@ -294,11 +294,11 @@ def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert convert(module) == ({"": "reglu", "act": "relu", "drop": "dropout"}, {})
     x = torch.randn(3, WIDTH)
     check_same(results(module, x), results(stock, x))
-    assert called == ["reglu"] * 3  # two products, and one that backward computes again for the linear layer
+    assert called == ["reglu"] * 3  # two in forward, and one in backward, which recomputes the linear layer's input
 
 
 def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
-    """Returns the addresses of the tensors that are saved for backward."""
+    """Calls the module, and returns the addresses of the tensors that autograd saves for backward."""
     addresses = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda each: addresses.add(each.data_ptr()) or each.detach(), id):
         y = module(x)
@@ -308,7 +308,7 @@ def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
 
 @pytest.fixture
 def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the activation of each gated product that backward will recompute."""
+    """Records the activation of each call of GatedLinear, whose backward recomputes the gated product."""
     found: list[str] = []
     apply = gated.GatedLinear.apply
     monkeypatch.setattr(gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
@@ -318,13 +318,14 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("act", ["silu", "gelu", TANH])
 def test_gated_product_is_made_again(act: str, dtype: torch.dtype, device: str, made_again: list[str]) -> None:
-    """A backward that recomputes the gated product gives the bits of one that saves it, and saves one tensor less."""
+    """An MLP that recomputes the gated product in backward has the bits of one that saves it, and saves one tensor
+    less."""
     module = convert_modules.MLP().to(device, dtype)
     module.act = torch.nn.SiLU() if act == "silu" else torch.nn.GELU("tanh" if act == TANH else "none")
     module.down = torch.nn.Linear(WIDTH, WIDTH, bias=act == "silu", device=device, dtype=dtype)
     convert(module)
     kept = copy.deepcopy(module)
-    kept.down.register_forward_pre_hook(lambda *_: None)  # with a hook the module is called
+    kept.down.register_forward_pre_hook(lambda *_: None)  # because of the hook, the product is saved and not recomputed
     x = torch.randn(2, 3, WIDTH, device=device, dtype=dtype)
     for got, want in zip(results(module, x), results(kept, x), strict=True):
         assert got.dtype is want.dtype and torch.equal(got, want)
@@ -361,7 +362,8 @@ def test_product_made_again_under_checkpoint(device: str, made_again: list[str])
         got = [y.detach(), leaf.grad, *(each.grad for each in module.parameters())]
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
         module.zero_grad()
-    assert len(made_again) == 1 + 2 + 1  # a reentrant checkpoint runs first without gradients
+    # A reentrant checkpoint first runs the module without gradients, and then GatedLinear is not called.
+    assert len(made_again) == 1 + 2 + 1
 
 
 def _patch(name: str) -> Callable[[Any, pytest.MonkeyPatch], Any]:
@@ -395,7 +397,7 @@ def test_where_a_linear_layer_keeps_its_product(
 
 
 def test_where_nothing_is_made_again(made_again: list[str]) -> None:
-    """Products are not recomputed without gradients, under autocast, in captured graphs and in torch.func."""
+    """The gated product is not recomputed without gradients, under autocast, in captured graphs and in torch.func."""
     stock = convert_modules.MLP()
     module = copy.deepcopy(stock)
     convert(module)
@@ -436,7 +438,7 @@ BLOCKS = {
 
 
 class Dropouts(torch.nn.Module):
-    """A block whose dropout has the masks of extension_cpp.dropout."""
+    """Wraps an unconverted block, so that its dropouts draw the same masks as extension_cpp.dropout."""
 
     def __init__(self, block: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -486,8 +488,8 @@ class SumAndNorm(torch.nn.Module):
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_dtypes_of_sums_and_norms(kind: Any, fake_device: str, enabled: bool) -> None:
-    """The fused sum and norm return the original's dtypes. FakeTensors replace a GPU. Under CUDA's autocast the norm is
-    float32, but the sum before it is not."""
+    """A fused addition and norm returns the original's dtypes, with and without autocast. With CUDA's autocast, only
+    the norm is float32. With FakeTensors the test needs no GPU."""
     stock = SumAndNorm(kind(WIDTH, elementwise_affine=False))
     module = copy.deepcopy(stock)
     assert "" in convert(module).changed
@@ -547,7 +549,7 @@ def test_what_stands_in_for_a_dropout_gets_its_keywords(calls: list[str]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", ["Block", "PostNorm", "MLP"])
 def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Under autocast a converted block returns the original's dtype, with half results of linear layers."""
+    """Under autocast, with bfloat16 from linear layers, a converted block returns the original's dtype and values."""
     stock = getattr(convert_modules, name)().to(dtype)
     module = copy.deepcopy(stock)
     convert(module)
@@ -559,8 +561,8 @@ def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
 
 
 def test_dtypes_that_differ() -> None:
-    """Converted modules return float32 where the originals do: Llama's norm returns its weight's dtype, and CUDA's
-    autocast computes gelu_new in float32."""
+    """A converted module computes float32 tensors where the original does, even if its input has a half type. Llama's
+    norm with a float32 weight returns float32, and so does gelu_new with CUDA's autocast."""
     stock = convert_modules.PostNorm().bfloat16()
     stock.norm2 = LlamaRMSNorm(WIDTH)
     module = copy.deepcopy(stock)
@@ -600,7 +602,7 @@ def modeling(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ROTARIES)
 def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
-    """convert recognises the rotary function of each model, and the op gives the same results."""
+    """convert recognises the layout of each model's rotary function, and the op gives the function's results."""
     function = modeling(name).apply_rotary_pos_emb
     rotary = rotary_forms.recognise(function, {})
     assert isinstance(rotary, rotary_forms.Rotary)
@@ -619,7 +621,8 @@ def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
         calls.clear()
         got, want = rotary_forms.rotate(function, rotary, q, k, cos, sin), function(q, k, cos, sin)
         assert calls == ["rotary_embedding"]
-        for a, b in zip(got, want, strict=True):  # three roundings and one: 2 eps of two terms of at most 16
+        # The function rounds three times, and the op once. Together these are 2 eps of each of two terms of at most 16.
+        for a, b in zip(got, want, strict=True):
             assert a.dtype is b.dtype and (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * 16
 
 
@@ -651,13 +654,14 @@ def test_rotary_functions_that_are_left() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
-    """A rotary function may have an error of four roundings of the largest x times the largest cos or sin."""
+    """convert accepts a rotary function with an error of up to 4 eps of the largest x times the largest cos or sin."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
         error = share * 4 * torch.finfo(q.dtype).eps * max(q_max, k_max) * max(cos_max, sin_max)
         exact = extension_cpp.reference.rotary_embedding(*(each.double() for each in (q, k, cos, sin)))
-        return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)  # rounding errors are smaller for small y
+        # Only elements below 1 get the error, because rounding to q's dtype adds little to them.
+        return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)
 
     if share < 1:
         assert isinstance(rotary_forms.recognise(function, {}), rotary_forms.Rotary)
@@ -685,7 +689,8 @@ def test_only_the_module_itself_calls_the_op(calls: list[str]) -> None:
 
 
 def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For inputs that the op refuses, the new forward calls the function of its module, even one replaced later."""
+    """For inputs that the op does not take, a converted forward calls the rotary function that the source file's global
+    name has at that time, even if the name was assigned another function after convert."""
     stock = convert_modules.Attention()
     module = copy.deepcopy(stock)
     convert(module)
@@ -699,7 +704,7 @@ def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: 
 
 @pytest.mark.parametrize("name, count", [("OneByOne", 2), ("ByAttribute", 1)])
 def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
-    """Each call of a rotary function has its own layout, also where a forward calls it in two ways."""
+    """A rotary function of one tensor is replaced. If a forward calls it with two layouts, each call has its own."""
     stock = getattr(convert_modules, name)()
     module = copy.deepcopy(stock)
     assert convert(module) == ({"": "rotary_embedding"}, {})
@@ -717,7 +722,7 @@ def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
 
 
 def test_one_function_in_two_layouts(calls: list[str]) -> None:
-    """If there are as many tokens as heads, the function's options decide which dimension has the heads."""
+    """If tokens and heads are equally many, the rotary function's arguments decide which dimension has the heads."""
     stock = convert_modules.OneByOne()
     module = copy.deepcopy(stock)
     convert(module)
@@ -759,11 +764,11 @@ def test_rotary_functions_of_one_tensor(name: str, is_one: bool) -> None:
             forwards.rotary_of(function, (), 3)
 
 
-# ---- modules that are left ----
+# ---- Modules that convert leaves unchanged ----
 
 
 def test_modules_that_are_left() -> None:
-    """Modules are left that have no class of their own, no matching source, or decorators of an unknown form."""
+    """convert rewrites no forward of a final class, without source, with a closure, or with an unknown decorator."""
     for module, reason in (
         (convert_modules.OddlyDecorated(), "it could call swiglu, but its forward has a decorator of an unknown form"),
         (convert_modules.FinalMLP(), "it could call swiglu, but its class cannot be subclassed (FinalMLP is final)"),
@@ -792,7 +797,7 @@ def no_sites() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_sites")
 def test_source_that_is_not_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert leaves a module whose file was edited after its import, so that source and code differ."""
+    """convert rewrites no forward whose file was edited after its import, as the source differs from what runs."""
     lines = inspect.getsource(convert_modules.Packed.forward).replace("chunks[1]", "chunks[0]").splitlines(True)
     monkeypatch.setattr(inspect, "getsourcelines", lambda code: (lines, code.co_firstlineno))
     module = convert_modules.Packed()
@@ -813,7 +818,7 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert finds torch.nn.functional imported in `except ImportError`, where Python compiles calls differently."""
+    """convert rewrites calls through a name imported in `except ImportError`, which have other bytecode."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)
@@ -847,7 +852,7 @@ def test_a_class_on_top_survives_copies_and_revert() -> None:
 
 
 def test_errors_point_to_the_source() -> None:
-    """A traceback through converted code has the lines of the original file."""
+    """A traceback through a rewritten forward shows the file and line numbers of the original forward."""
     module = convert_modules.MLP()
     convert(module)
     with pytest.raises(RuntimeError) as raised:

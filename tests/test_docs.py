@@ -1,17 +1,17 @@
-"""The documents agree with the repository, their links resolve, and their code runs.
+"""Tests that the documents agree with the repository, that their links resolve, and that their code runs.
 
-The words after a block's three backticks say how it is tested:
+The words after the three backticks that open a code block say how the block is tested:
 
-    python          runs, the blocks of one document in order and in one namespace
-    python no-run   compiles: a part of a file, or what needs a GPU
-    pycon           a session (>>>): runs, and prints what it shows
-    sh, bash        its make targets, commands and files exist
-    diff            right code made wrong, which a test catches (test_pitfalls.py)
-    c, cpp, text    is not looked at
-    cpp some/file   (or another language) stands in that file
+    python          It runs. All such blocks of a document run in order and in one namespace.
+    python no-run   It must compile. It is a part of a file, or needs a GPU.
+    pycon           It is an interactive session (>>>), which runs and must print what the block shows.
+    sh, bash        Its make targets, commands and files must exist.
+    diff            It shows an error in right code. A test must detect the error (test_pitfalls.py).
+    c, cpp, text    It is not tested.
+    cpp some/file   The block must occur in this file. The same holds for another language than cpp.
 
-A path in `backticks` or in a sh block that begins with a folder of the root must exist, unless it contains my_, which
-marks the reader's own files.
+A path in `backticks` or in a sh block must exist if it begins with a folder of the repository. Paths that contain my_
+are exempt, because they stand for files of the reader.
 """
 
 import doctest
@@ -49,7 +49,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str, str]]:
-    """Yields the line number, language and code of every block of a document."""
+    """Yields the line number, language and code of each code block in one of the languages, or of all code blocks."""
     text = document.read_text()
     for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if not languages or match[1].strip() in languages:
@@ -74,14 +74,13 @@ def test_pictures_are_those_of_the_results(name: str) -> None:
     there, fresh = (ROOT / name).read_text(), plot.published(name)
     digest = re.search(r"<dc:description>[0-9a-f]{64}</dc:description>", fresh)
     assert digest and digest[0] in there, f"{name} is stale: python -m benchmarks plot"
-    # Other versions of Matplotlib lay out the same figures slightly differently.
+    # Another version of Matplotlib draws the same results slightly differently.
     if f"Matplotlib v{matplotlib.__version__}," in there:
         assert there == fresh, f"{name} is stale: python -m benchmarks plot"
 
 
 def test_results_can_be_measured_again() -> None:
-    """benchmarks/results/README.md lists each file with the command that writes it, the documents show each file, and
-    all files together are small."""
+    """benchmarks/results/README.md names each file there, documents show each JSON file, and all files are small."""
     folder = ROOT / "benchmarks" / "results"
     files = [path for path in folder.iterdir() if path.name != "README.md"]
     text = (folder / "README.md").read_text()
@@ -93,13 +92,13 @@ def test_results_can_be_measured_again() -> None:
 
 
 def test_operators_are_documented_as_they_are() -> None:
-    """docs/ops.md and all tables of figures are as `make docs` writes them."""
+    """docs/ops.md and the tables of benchmark results in the documents are as `make docs` would write them now."""
     stale = [path.name for path, text in document_ops.documents().items() if path.read_text() != text]
     assert not stale, f"make docs writes {', '.join(stale)} anew"
 
 
 def test_every_function_is_documented() -> None:
-    """docs/ops.md has a row and a section for every function. README.md links to a section for each family."""
+    """docs/ops.md has a table row and a section for every public function of the package."""
     page = document_ops.PAGE.read_text()
     for name in set(extension_cpp.__all__) - {"nn", "reference"}:
         assert f"| [`{name}(" in page and f"\n## {name}\n" in page
@@ -116,7 +115,7 @@ def test_decisions_fit_on_a_page(record: Path) -> None:
 
 @each_document
 def test_documents_are_short(document: Path) -> None:
-    """A document has at most 200 handwritten lines. docs/ops.md and the tables between markers are generated."""
+    """A document has at most 200 handwritten lines. What `make docs` writes, such as docs/ops.md, does not count."""
     if document.name != "ops.md":
         table = r"<!-- (.*): written by `make docs` -->\n.*?<!-- end of \1 -->\n"
         by_hand = re.sub(table, "", document.read_text(), flags=re.DOTALL)
@@ -149,8 +148,8 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
 def test_workflows(workflow: Path) -> None:
-    """Workflows run commands of the repository, have read permission only, and pin actions to a commit and packages to
-    a version. Nobody can move a commit."""
+    """GitHub workflows have read permission only, and run no commands but those of the repository. Packages are pinned
+    to a version, and actions to a commit, because a tag could be moved to other code."""
     content = yaml.safe_load(workflow.read_text())
     targets = "|".join(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     allowed = rf"\.ci/run|make ({targets})( ARGS=\S+)?|rm -r extension_cpp|"
@@ -163,7 +162,7 @@ def test_workflows(workflow: Path) -> None:
 
 
 def test_a_commit_with_a_long_subject_is_refused(tmp_path: Path) -> None:
-    """The git hook of `pre-commit install` refuses a commit whose subject is too long."""
+    """The git hook that `pre-commit install` installs rejects a commit whose subject line is too long."""
     pytest.importorskip("pre_commit", reason="pre-commit, of requirements.txt, is not installed")
     shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
     names = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -197,7 +196,7 @@ def test_links(document: Path) -> None:
 
 
 def names(document: Path) -> Iterator[str]:
-    """Yields everything in `backticks`, and the lines of shell blocks."""
+    """Yields the texts in a document that may name files and commands: those in backticks and lines of shell blocks."""
     yield from re.findall(r"`([^`\n]+)`", prose(document))
     for _, _, code in blocks(document, "sh", "bash"):
         yield from (line.partition(" #")[0].strip() for line in code.replace("\\\n", " ").splitlines())
@@ -231,10 +230,10 @@ def test_blocks_say_what_they_are(document: Path) -> None:
 
 
 def in_a_fresh_shell(document: Path, folder: Path) -> str:
-    """Runs a document's shell lines and first Python block in a fresh copy of the checkout, and returns their output.
+    """Runs a document's shell blocks and first Python block in a new copy of the checkout, and returns their output.
 
-    pip and the compilation are replaced by stubs, because their results are already there. `make run` and `make test`,
-    which take minutes, are dry runs.
+    pip and the compilation are replaced by stubs, because the packages and the library already exist. `make run` and
+    `make test` take minutes, and are replaced by dry runs.
     """
     checkout = folder / "a checkout"
     left_out = ".git", ".venv", ".matrix", ".*_cache", ".hypothesis", "build", "dist", "out", "site", "__pycache__"
@@ -251,7 +250,7 @@ def in_a_fresh_shell(document: Path, folder: Path) -> str:
     chosen = [block for block in blocks(document, "sh", "python") if block[1] == "sh" or block == python]
     commands = [f"python - <<'END'\n{code}END\n" if language == "python" else code for _, language, code in chosen]
     lines = re.sub(r"(?m)^make (?=run|test)", "make --dry-run ", "".join(commands))
-    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # its first python3 is new enough
+    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # the first python3 on it is new enough
     shell = ["env", "-i", f"PATH={path}", f"HOME={folder}", "OMP_NUM_THREADS=1", "bash", "--norc", "-euc"]
     done = subprocess.run([*shell, lines], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -262,7 +261,7 @@ def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
     told = in_a_fresh_shell(ROOT / "docs" / "QUICKSTART.md", tmp_path)
     assert "pip install --disable-pip-version-check -r requirements.txt\n" in told
     assert "Do they fit?" in told and "x.grad   (1024, 2048)" in told
-    assert f"library        {tmp_path / 'a checkout' / 'extension_cpp'}" in told  # the checkout's own library is used
+    assert f"library        {tmp_path / 'a checkout' / 'extension_cpp'}" in told  # the library of the copied checkout
 
 
 def test_readme_copied_into_a_fresh_shell(tmp_path: Path) -> None:

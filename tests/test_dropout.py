@@ -1,4 +1,4 @@
-"""Tests what only dropout promises: the bits and statistics of the mask, how seeds are drawn, and the module."""
+"""Tests what is special to dropout: the bits and statistics of its mask, how it draws seeds, and its module."""
 
 import math
 
@@ -17,8 +17,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def philox_bits(seed: int, first: int, count: int) -> numpy.ndarray:
-    """Returns the words `first` to `first + count - 1` of Philox 4x32-7, by the paper's definition, in numpy. Each word
-    is followed by the same word with exchanged halves."""
+    """Returns random words number `first` to `first + count - 1` for a seed, computed in numpy by the definition in the
+    Philox paper. The words are those of Philox 4x32-7, each followed by itself with its 16-bit halves exchanged."""
     groups = numpy.arange(first // 8, (first + count + 7) // 8, dtype=numpy.uint64)
     low, half = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
     words = [groups & low, groups >> half, numpy.zeros_like(groups), numpy.zeros_like(groups)]
@@ -43,7 +43,7 @@ def op(x: Tensor, p: float, seed: int) -> Tensor:
 
 
 def test_philox_known_answers() -> None:
-    """The Philox of this test and of reference.py give one of the authors' test vectors. tests/c tests all three."""
+    """philox_bits gives a test vector of Philox's authors, and reference.py gives the bits of philox_bits."""
     zeros = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     assert philox_bits(0, 0, 8)[::2].tolist() == zeros
     assert philox_bits(0, 0, 8)[1::2].tolist() == [0xB7095F6F, 0x3F640D89, 0x1F814F12, 0x0A484F73]
@@ -69,12 +69,13 @@ def test_mask_is_philox_bit_for_bit(dtype: torch.dtype, seed: int, p: float, dev
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_statistics_of_the_mask(p: float, device: str) -> None:
-    """The mask has the mean, variance and autocorrelation of independent bits, within 6 standard errors. A right
-    generator exceeds them once in 5e8 times. Seeds are fixed, so that the test passes always or never."""
+    """The mask has the mean, variance and autocorrelation of independent random bits, within 6 standard errors. A right
+    generator exceeds this bound with a probability of 2e-9. The seeds are fixed, so that every run has the same result.
+    """
     n = 1 << 22
     for seed in range(3):
         y = op(torch.ones(n, device=device, dtype=torch.float64), p, seed)
-        # y is 1/(1-p) with probability 1-p: mean 1, variance p/(1-p).
+        # An element of y is 1/(1-p) with probability 1-p, and otherwise 0. Its mean is 1 and its variance p/(1-p).
         deviation = math.sqrt(p / (1 - p))
         assert abs(y.mean().item() - 1) < 6 * deviation / math.sqrt(n)
         z = (y - 1) / deviation  # mean 0, variance 1
@@ -100,8 +101,8 @@ def test_cpu_and_cuda_give_the_same_bits(dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_same_mask_for_every_layout_and_number_of_threads(dtype: torch.dtype, device: str) -> None:
-    """The mask depends on an element's logical index and not on its memory address, so that slices, offsets and
-    transposes have the same mask."""
+    """Whether an element is dropped depends on its index in the tensor, and not on its memory address or the number of
+    threads. The same values as a slice, at an offset or transposed therefore give the same result."""
     values = torch.randn(37, 6, 65, device=device).to(dtype)
     expected = op(values, 0.4, 5)
     threads = torch.get_num_threads()
@@ -119,7 +120,8 @@ def test_same_mask_for_every_layout_and_number_of_threads(dtype: torch.dtype, de
 
 
 def test_ends(device: str) -> None:
-    """p = 0 and evaluation return x itself. p = 1 gives zeros and zero gradients, even for NaN. No seed is drawn."""
+    """With p = 0 or in evaluation, dropout returns x itself. With p = 1, it returns zeros and has zero gradients, even
+    where x is NaN. In none of these cases does it draw a seed."""
     x = torch.tensor([1.0, -2.0, float("nan"), float("inf")], device=device, requires_grad=True)
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     assert extension_cpp.dropout(x, 0.0) is x
@@ -160,7 +162,7 @@ def test_one_draw_serves_forward_and_backward(device: str) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         extension_cpp.dropout(x, 0.3)
-    assert [t.numel() for t in saved] == [1]  # one number, the seed, and no mask
+    assert [t.numel() for t in saved] == [1]  # backward saves one number, the seed, and no mask
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -197,8 +199,8 @@ def test_compiled_masks_are_eagers_with_fallback_random(device: str) -> None:
 
 
 def test_compiled_masks_without_fallback_random(device: str) -> None:
-    """Compiled code draws other bits than eager mode, but with the same probability. Each call has a new mask, and
-    forward and backward of a call share it."""
+    """Code compiled by torch.compile draws other masks than eager mode does, but drops elements with the same
+    probability. Each call draws a new mask, and its forward and backward use the same mask."""
     torch._dynamo.reset()
     x = torch.ones(100_000, device=device, requires_grad=True)
     compiled = torch.compile(lambda x: extension_cpp.dropout(x, 0.4), fullgraph=True)
@@ -206,7 +208,7 @@ def test_compiled_masks_without_fallback_random(device: str) -> None:
     assert not torch.equal(a, b)
     (grad,) = torch.autograd.grad(a, x, torch.ones_like(a))
     assert torch.equal(grad != 0, a != 0)
-    # The count of 1e5 bits with probability 0.6 is within 6 standard deviations of its mean.
+    # Each of 1e5 elements is kept with probability 0.6. The count is within 6 standard deviations of its mean.
     assert abs((a != 0).sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
 
 
@@ -238,7 +240,7 @@ def test_module_is_torchs(device: str) -> None:
 
 
 def test_module_in_place(device: str) -> None:
-    """The in-place module writes the result into the memory of its input, and gradients reach the leaf."""
+    """nn.Dropout with inplace=True writes its result into its input's memory. The leaf gets the right gradient."""
     leaf = torch.randn(1000, device=device, requires_grad=True)
     x = leaf * 1
     y = Dropout(0.3, inplace=True)(x)
@@ -250,7 +252,7 @@ def test_module_in_place(device: str) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(device: str) -> None:
-    """The last of 2^31 + 5 elements have the mask of their 64-bit indices."""
+    """The last of 2^31 + 5 elements have the mask of their 64-bit indices, not of indices that wrap around."""
     x = torch.ones(2**31 + 5, dtype=torch.bfloat16, device=device)
     y = op(x, 0.5, 8)[-4099:]
     assert torch.equal(y.cpu() != 0, mask(8, 0.5, 2**31 + 5 - 4099, 4099))
@@ -271,7 +273,7 @@ def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_no_tensor_to_draw_a_seed_for(name: str) -> None:
-    """The functions refuse an x that is no tensor, before they draw a seed on x's device."""
+    """If x is not a tensor, a function with dropout raises an error before it draws a seed, on x's device."""
     function, more = getattr(extension_cpp, name), {} if name == "dropout" else {"normalized_shape": (6,)}
     x = {"residual": torch.ones(4, 6)} if name.startswith("add") else {}
     for other, got in ((None, "None"), ([1.0], "list")):

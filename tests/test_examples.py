@@ -1,4 +1,4 @@
-"""Runs every example, at least on the CPU, and checks that its output has the promised results."""
+"""Runs every program in examples/, at least on the CPU, and checks its output."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def small_recurrent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The losses of the three recurrences differ by float32 rounding only, by 1e-5 nats a byte in 12 steps."""
+    """The losses of recurrent_text's three recurrences differ by float32 rounding: 1e-5 nats per byte in 12 steps."""
     assert recurrent(tmp_path, "--recurrence", "ours", "loop", "torch", "--steps", 12) == 0
     assert len(re.findall(r"^(ours|loop|torch) +loss .* [\d.]+ ms a step", capsys.readouterr().out, re.MULTILINE)) == 3
     header, *rows = (tmp_path / "curves.csv").read_text().splitlines()
@@ -61,7 +61,8 @@ def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_states_of_recurrent_text_begin_with_memories_of_many_lengths() -> None:
-    """The first state keeps half of its content at each step, and the last state keeps 64 parts of 65."""
+    """In a new model of recurrent_text, the first state of a layer keeps 1/2 of its content at each step, and the last
+    state keeps 64/65. The states between them keep increasing fractions."""
     bias, _ = recurrent_text.Mixer("ours", 8).gru.projection.bias.chunk(2)
     kept = 1 - torch.sigmoid(bias)
     assert [kept[0].item(), kept[-1].item()] == pytest.approx([1 / 2, 64 / 65]) and kept.diff().min() > 0
@@ -97,8 +98,8 @@ def test_recurrent_text_without_the_scan_of_torch(
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs the comparison and returns its output folder, so that ATen sources are compiled once for all tests. With
-    DEBUG=1 our files are compiled for one instruction set, because no test reads the compile time."""
+    """Runs examples.accessor.compare once for all tests and returns its output folder. DEBUG=1 compiles this package's
+    files faster, for one instruction set. No test reads the measured compile time."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
     told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
@@ -106,7 +107,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow  # to compile against ATen takes half a minute; the template accessor is compiled in the quick tier
+@pytest.mark.slow  # compiling against ATen takes half a minute; the template `accessor` is also tested without --slow
 def test_accessor_comparison(compared: Path) -> None:
     rows = json.loads((compared / "cpu.json").read_text())["rows"]
     assert rows.pop("compile, s")["ours_objects"] >= 1 and len(rows) == 4
@@ -132,15 +133,15 @@ def test_accessor_benchmark(compared: Path) -> None:
     assert re.search(r" ms a call$", run("examples/accessor/benchmark.py", TORCH_EXTENSIONS_DIR=compared), re.MULTILINE)
 
 
-# Replacements that make the notebook faster in the quick tier. Graphs are captured without Inductor, which compiles
-# every op in tests/battery/test_graphs.py, and timings are short because the test does not read them.
+# Replacements that make the notebook faster without --slow. Inductor is left out, because test_graphs.py compiles every
+# op by Inductor, and timings are short, because the test does not read them.
 SHORTER = {"compile(network, fullgraph=True": 'compile(network, backend="aot_eager", fullgraph=True'}
 SHORTER |= {"min_run_time=0.5": "min_run_time=0.05"}
 
 
 def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    """The notebook runs from start to end, as in Jupyter, and its cells check their results. DEBUG=1 compiles its op
-    faster, without optimisation."""
+    """The notebook examples/walkthrough.ipynb runs from start to end, as in Jupyter, and its cells check their results.
+    With DEBUG=1, the notebook's op is compiled without optimisation, which is faster."""
     pytest.importorskip("ipykernel", reason="ipykernel, of requirements.txt, is not installed")
     nbclient = pytest.importorskip("nbclient", reason="nbclient, of requirements.txt, is not installed")
     import nbformat

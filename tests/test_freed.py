@@ -1,4 +1,5 @@
-"""Operators that no sample of the battery calls refuse freed storage, like those in tests/battery/test_freed.py."""
+"""Tests that operators raise an error for a tensor whose storage was freed. These are the operators that the samples in
+tests/battery do not call; tests/battery/test_freed.py tests all others."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""Tests what only the fused norms promise. They equal the composition of dropout, addition and norm, and the gradient
-through a single result is right. Also tests p = 0 and 1, random numbers and the modules."""
+"""Tests the fused norms: add_layer_norm, add_rms_norm and layer_norm_dropout. Each must equal the separate calls of
+dropout, addition and norm. Also tests gradients of a single result, p = 0 and 1, random masks and the modules."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def norm_of(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
 def fused(
     name: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, seed: int | Tensor
 ):
-    """Calls the operator as the public function does, but with the given seed."""
+    """Calls the operator as its public function does, but with the given dropout seed instead of a drawn one."""
     drawn, shape = None, x.shape[-1:]
     if p:
         drawn = seed if isinstance(seed, Tensor) else seed_of(x.device, seed)
@@ -75,8 +75,8 @@ def used(name: str, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
-    """Checks that s and, on the CPU, y have the same bits. On CUDA a fused kernel may sum a row in another order, so
-    that y has log2(cols) roundings of mean and rstd, and one of its own."""
+    """Asserts that the sum s and, on the CPU, the norm y have the same bits. On a GPU, a fused kernel may sum a row in
+    another order. y then differs by log2(cols) roundings of mean and rstd, and by one of its own."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if i > 0 or not a.is_cuda:
             assert torch.equal(a, b)
@@ -89,8 +89,8 @@ def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("cols", [1, 31, 64, 1023, 1024, 1026, 4100])
 def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> None:
-    """In float32 the op rounds after dropout and after the sum as the composition does, for every alignment of rows.
-    Gradients may differ by the order of a few roundings."""
+    """In float32, an op equals the separate calls of dropout, addition and norm, because it rounds after dropout and
+    after the addition as they do. The widths test every alignment of rows. Gradients may differ by a few roundings."""
     leaves = inputs(cols, torch.float32, device)
     ours, theirs = fused(name, *leaves, p, 7), composed(name, *leaves, p, 7)
     assert_same(ours, theirs)
@@ -103,9 +103,9 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """A row has the same results alone and in a large tensor, for which a GPU kernel uses clusters or an L2 policy."""
-    parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels
-    step = max(1, size // (cols * 4) // 8) * 8  # parts begin at multiples of 16 bytes
+    """A row has the same results in a small and in a large tensor, for which a GPU uses clusters or an L2 policy."""
+    parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # for smaller tensors the GPU uses other kernels
+    step = max(1, size // (cols * 4) // 8) * 8  # each part's first row is aligned to 16 bytes
     rows = [torch.randn(parts * step, cols + gap, device=device)[:, :cols] for _ in range(4)]
     weight, bias = (torch.randn(cols, device=device) for _ in range(2))
 
@@ -125,7 +125,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: 
 @every_add
 @every_dtype
 def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, device: str) -> None:
-    """Without dropout, the op equals its composition in every dtype: s is rounded, and the norm reads the rounded s."""
+    """Without dropout, an op equals separate addition and norm in every dtype, as its norm reads the rounded sum."""
     leaves = inputs(1025, dtype, device)
     assert_same(fused(name, *leaves, 0.0, 0), composed(name, *leaves, 0.0, 0))
 
@@ -139,8 +139,8 @@ def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, d
 def test_half_inputs_against_float64(
     name: str, rows: int, cols: int, weights: torch.dtype | None, p: float, dtype: torch.dtype, device: str
 ) -> None:
-    """Results and gradients of half inputs are near float64's. A gradient has its leaf's dtype, also for float32
-    weights. Only a GPU needs many rows, because the CPU sums 64 rows at a time."""
+    """For half-type inputs, results and gradients are near those computed in float64. A gradient has the dtype of its
+    leaf, also for float32 weights. The CPU gets fewer rows, because it sums 64 rows at a time."""
     rows = min(rows, 210) if device == "cpu" else rows
     leaves = inputs(cols, dtype, device, rows, weights)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
@@ -150,11 +150,11 @@ def test_half_inputs_against_float64(
     want = torch.autograd.grad(exact, used(name, doubles), [g.double() for g in grads])
     eps = torch.finfo(dtype).eps
     for a, b in zip(ours, exact, strict=True):
-        # The error is half a unit for y, and half a unit for s, which the norm multiplies by about 1 at most.
+        # y has a rounding error of its own and one from s, whose rounding error the norm multiplies by at most about 1.
         assert a.dtype == dtype and (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
     for a, b, leaf in zip(got, want, used(name, leaves), strict=True):
         assert a.dtype == leaf.dtype
-        # A weight gradient sums products of xhat, each with an error of half a unit from the rounded s.
+        # A weight gradient sums products with the normalized s. Each product has the rounding error of s.
         assert (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
 
 
@@ -166,13 +166,13 @@ def test_half_inputs_against_float64(
 def test_forward_at_many_widths(
     dtype: torch.dtype, weights: torch.dtype | None, p: float, name: str, device: str
 ) -> None:
-    """Forward is right at each width at which a GPU uses another kernel. Smaller tensors would use other kernels."""
+    """Forward is right at widths that reach all of the GPU's kernels for large tensors. Small ones have others."""
     for cols in NORM_WIDTHS:
         rows = (5 << 19) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         leaves = inputs(cols, dtype, device, rows, weights)
         exact = composed(name, *(t.detach().double() for t in leaves), p, 3)
         for a, b in zip(fused(name, *leaves, p, 3), exact, strict=True):
-            # The bound of the test above, plus log2(cols) roundings of the sums of a row.
+            # test_half_inputs_against_float64's bound, plus log2(cols) float32 roundings in the sums of a row.
             bound = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 
@@ -181,8 +181,8 @@ def test_forward_at_many_widths(
 @pytest.mark.parametrize("cols", [20480, 20483, 65544])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
-    """A row does not depend on the rows after it. On a GPU a cluster processes several rows, the last cluster perhaps
-    fewer. compute-sanitizer detects a write beyond the last row."""
+    """The results of a row do not depend on the rows after it. On a GPU, a cluster processes several rows, and the last
+    cluster may have fewer rows than the others. compute-sanitizer would detect its writes beyond the last row."""
     x, residual, weight, bias = inputs(cols, dtype, device, 33)
     whole = fused(name, x, residual, weight, bias, 0.25, 3)
     for rows in (1, 2, 3, 5, 9, 17, 31):
@@ -194,8 +194,7 @@ def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: 
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, device: str) -> None:
-    """Gradients are right at each width at which a GPU uses another kernel, which for half types are many. Smaller
-    tensors would use other kernels."""
+    """Gradients are right at widths that reach all of the GPU's kernels for large tensors. Small ones have others."""
     drop = (lambda t: ops.dropout(t, p, seed_of(t.device, 3))) if p else (lambda t: t)
     eps = torch.finfo(dtype).eps
     for cols in NORM_WIDTHS:
@@ -205,7 +204,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, devic
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
         outputs = fused(name, *leaves, p, 3)
         got = torch.autograd.grad(outputs, used(name, leaves), grads[: len(outputs)])
-        # The exact gradients are computed from the rounded s, as in the op.
+        # The exact gradients are those for the rounded s, because the op's backward reads the rounded s.
         doubles = [t.detach().double().requires_grad_() for t in (x if len(outputs) == 1 else outputs[1], weight, bias)]
         grad_y, grad_s = (g.double() for g in grads)
         grad_y = drop(grad_y) if name == "layer_norm_dropout" else grad_y
@@ -214,7 +213,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, devic
         of_rows = [of_s] if name == "layer_norm_dropout" else [drop(of_s + grad_s), of_s + grad_s]
         for a, b in zip(got, [*of_rows, *of_weights], strict=True):
             # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The other gradients
-            # are sums in trees with log2(cols) roundings.
+            # contain sums over a row, which a tree reduction computes with log2(cols) roundings.
             sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
             assert ((a.double() - b).abs() <= eps * b.abs() + sums * b.abs().max()).all(), cols
 
@@ -234,7 +233,8 @@ def test_strided_rows_are_read_where_they_lie(name: str, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_each_result_alone(name: str, p: float, device: str) -> None:
-    """Gradients through y alone, s alone and both are right. Through s alone no norm runs."""
+    """Gradients are right if only y is used, if only the sum s is used, and if both are used. If only s is used, the
+    weights get no gradient, because the norm has no backward then."""
     leaves = inputs(130, torch.float64, device)
     for keep in ([0], [1], [0, 1]):
         needed = used(name, leaves) if 0 in keep else leaves[:2]
@@ -252,8 +252,8 @@ def test_each_result_alone(name: str, p: float, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_y_alone_of_large_tensors(name: str, p: float, device: str) -> None:
-    """A missing gradient of the sum has the same effect as a gradient of zeros. On a GPU, x is larger than the L2, so
-    that backward uses its L2 policy."""
+    """If only y is used, backward gives the same gradients as if the sum s had a gradient of zeros. On a GPU, x is
+    larger than the L2 cache, because backward uses an L2 cache policy for such tensors."""
     size = 2 * torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 20
     x, residual, grad_y = (torch.randn(size // 2048 + 8, 1024, device=device).bfloat16() for _ in range(3))
     leaves = [x, residual, *(torch.randn(1024, device=device).bfloat16() for _ in range(2))]
@@ -286,7 +286,7 @@ def test_only_what_needs_a_gradient_gets_one(name: str, rows: int, cols: int, p:
         needed = tuple(bool(bits >> i & 1) for i in range(count))
         for got, want, need in zip(gradients(needed), everything, needed, strict=True):
             assert (got is not None) == need
-            if got is not None:  # another kernel may sum a weight's gradient in another order
+            if got is not None:  # if fewer gradients are needed, another kernel may sum in another order
                 roundings = rows if want.dim() == 1 else 32
                 assert (got - want).abs().max() <= roundings * torch.finfo(want.dtype).eps * want.abs().max()
 
@@ -350,7 +350,7 @@ def test_backward_saves_one_tensor_of_the_rows_size_and_no_mask(name: str, devic
 @every_fused
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_makes_the_same_mask(name: str, use_reentrant: bool, device: str) -> None:
-    """Under checkpointing, the forward that runs again in backward draws the mask of the first forward."""
+    """Under torch.utils.checkpoint, which runs forward again in backward, both runs of forward draw the same mask."""
     leaves = inputs(64, torch.float32, device)
     outputs = checkpoint(lambda *leaves: public(name, list(leaves), 0.4), *leaves, use_reentrant=use_reentrant)
     torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
@@ -376,7 +376,7 @@ def test_nothing_is_drawn_without_dropout(name: str, device: str) -> None:
 
 @every_fused
 def test_everything_dropped_of_what_is_not_finite(name: str, device: str) -> None:
-    """With p = 1 a branch of NaN becomes zeros, as in dropout, and layer_norm_dropout returns zeros."""
+    """With p = 1, an add norm replaces x by zeros even if x is NaN, and layer_norm_dropout returns zeros."""
     leaves = inputs(64, torch.float32, device)
     with torch.no_grad():
         leaves[0].fill_(float("nan"))
@@ -407,14 +407,14 @@ def test_compiled_equals_eager_with_fallback_random(name: str, device: str) -> N
 
 
 def kept(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...]) -> Tensor:
-    """Returns the mask that a forward used."""
+    """Returns the dropout mask that forward used, derived from its outputs: True where an element was kept."""
     return outputs[1] != leaves[1] if name in ADD else outputs[0] != 0
 
 
 def assert_one_draw(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...], gradients: list[Tensor]) -> None:
-    """Checks that a backward with grad_out of ones used forward's mask. In the add norms, x has a gradient where the
-    mask kept it. In layer_norm_dropout, the bias gradient is the number of kept elements times 1 / (1 - p), with p =
-    0.4."""
+    """Asserts that a backward with grad_out of ones used forward's mask. An add norm's x has a nonzero gradient where
+    it was kept. layer_norm_dropout's bias gradient is the number of kept elements in a column, divided by 1 - p =
+    0.6."""
     mask = kept(name, leaves, outputs)
     if name in ADD:
         assert torch.equal(gradients[0] != 0, mask)
@@ -424,8 +424,8 @@ def assert_one_draw(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...]
 
 @every_fused
 def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
-    """Compiled code draws other bits than eager mode, but with the same probability. Each call has a new mask, and
-    forward and backward of a call share it."""
+    """Code compiled by torch.compile draws other masks than eager mode does, but drops elements with the same
+    probability. Each call draws a new mask, and its forward and backward use the same mask."""
     torch._dynamo.reset()
     leaves = inputs(1000, torch.float32, device, rows=100)
     compiled = torch.compile(lambda leaves: public(name, leaves, 0.4), fullgraph=True)
@@ -433,7 +433,7 @@ def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
     masks = [kept(name, leaves, outputs) for outputs in runs]
     assert not torch.equal(*masks)
     for outputs, mask in zip(runs, masks, strict=True):
-        # The count of 1e5 bits with probability 0.6 is within 6 standard deviations of its mean.
+        # Each of 1e5 elements is kept with probability 0.6. The count is within 6 standard deviations of its mean.
         assert abs(mask.sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
         gradients = torch.autograd.grad(outputs, used(name, leaves), [torch.ones_like(o) for o in outputs])
         assert_one_draw(name, leaves, outputs, list(gradients))
@@ -441,7 +441,7 @@ def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
 
 @every_fused
 def test_cuda_graph_replays_fresh_masks(name: str, device: str) -> None:
-    """A captured step draws a new mask at each replay, which its forward and backward share."""
+    """Each replay of a CUDA graph draws a new mask, which the forward and the backward in the graph share."""
     if device != "cuda":
         pytest.skip("CUDA graphs need a GPU")
     leaves = inputs(1000, torch.float32, device, rows=100)
@@ -489,7 +489,7 @@ def test_empty(name: str, shape: tuple[int, int], device: str) -> None:
     ids=lambda module: repr(module),
 )
 def test_modules(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
-    """The modules have torch.nn's parameters and state_dict. p has an effect only in training."""
+    """nn.AddLayerNorm and nn.AddRMSNorm have torch.nn's parameters and state_dict, and dropout only in training."""
     assert isinstance(ours, type(theirs))
     assert repr(ours) == f"Add{repr(theirs)[:-1]}, p={ours.p})"
     for parameter in theirs.parameters():
@@ -501,14 +501,14 @@ def test_modules(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     torch.testing.assert_close(y, theirs(s))
     _, s = ours.train()(x, residual)
     dropped = (s == residual).float().mean().item()
-    # The share of dropped elements among x.numel() independent ones is within 6 standard errors of p.
+    # x.numel() elements are dropped with probability p each. Their fraction is within 6 standard errors of p.
     assert abs(dropped - ours.p) <= 6 * (ours.p * (1 - ours.p) / x.numel()) ** 0.5
 
 
 @pytest.mark.slow
 @every_add
 def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
-    """The last row of more than 2^31 elements has the mask of its 64-bit indices."""
+    """The last row of more than 2^31 elements has the mask of its 64-bit indices, which dropout also has."""
     cols = 1 << 16
     x = torch.ones((1 << 15) + 1, cols, dtype=torch.bfloat16, device=device)
     residual = torch.zeros_like(x)
@@ -519,7 +519,7 @@ def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("half", ["x", "residual"])
 def test_autocast_adds_a_half_branch_to_a_float32_residual(name: str, half: str, device: str) -> None:
-    """Autocast computes the sum in float32, as for ``residual + x``, in eager and compiled code."""
+    """Under autocast, an add norm adds half-type and float32 tensors in float32, as `residual + x` does."""
     leaves = [
         t.detach().to(torch.bfloat16 if of == half else torch.float32).requires_grad_()
         for of, t in zip(("x", "residual"), inputs(33, torch.float32, device)[:2], strict=True)
@@ -543,7 +543,7 @@ def test_layer_norm_dropout_under_autocast_has_layer_norms_dtype(device: str) ->
 
 @pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm"])
 def test_modules_on_meta_ask_no_autocast(name: str) -> None:
-    """The modules work on meta tensors, for which PyTorch has no autocast and raises if its state is queried."""
+    """The modules work on meta tensors, and must not ask for autocast's state, which raises an error on meta."""
     module = getattr(extension_cpp.nn, name)(8, device="meta")
     x = torch.empty(3, 8, device="meta")
     assert [output.shape for output in module(x, x)] == [x.shape, x.shape]

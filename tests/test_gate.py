@@ -1,4 +1,4 @@
-"""swiglu and geglu of the halves of a packed tensor make no copies, and give the same bits as for dense tensors."""
+"""Tests that swiglu and geglu read halves of a packed tensor without copies, with the bits of contiguous tensors."""
 
 import functools
 import itertools
@@ -28,15 +28,15 @@ def result(f: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tensor, grad
 
 @functools.cache
 def drawn() -> Tensor:
-    """Returns random numbers for the largest case. Smaller cases use a part of them."""
+    """Returns random numbers, enough for the largest tensor of test_halves. Smaller tensors use a part of them."""
     return torch.randn(3 * 9000 * 70, dtype=torch.float64)
 
 
 @every_gate
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
-    """Halves of a packed tensor give the bits of dense tensors. Widths allow 16-byte vectors, narrower vectors or none.
-    A chunk has several rows, or a row several chunks. The packed tensor has any alignment."""
+    """Halves of a packed tensor give the bits of contiguous tensors. Widths and offsets reach kernels with wide, narrow
+    or no vectors, work items of several rows, and rows of several work items."""
     widths = (1, 2, 6, 8, 31, 32, 64, 65, 66, 128, 1023, 1024, 9000)
     for width, rows, offset in itertools.product(widths, ((5,), (2, 3), (70,)), (0, 1, 2)):
         count = width * torch.Size(rows).numel()
@@ -52,7 +52,7 @@ def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
 
 @every_gate
 def test_halves_are_not_copied(name: str, device: str) -> None:
-    """Forward and backward allocate only their results."""
+    """Forward and backward on halves of a packed tensor call no operator of PyTorch that copies, such as contiguous."""
     gate, up = torch.randn(3, 40, 256, device=device).chunk(2, -1)
     gate, up = gate.requires_grad_(), up.requires_grad_()
     grad_out = torch.randn(3, 40, 200, device=device)[..., :128]
@@ -73,7 +73,7 @@ def test_third_derivative_is_refused(name: str, device: str) -> None:
 
 
 def test_modules(device: str) -> None:
-    """The modules take a packed input, with the gate first, and return a packed gradient."""
+    """nn.SwiGLU and nn.GeGLU take gate and up packed in one tensor, with the gate first."""
     x = torch.randn(4, 66, device=device, requires_grad=True)
     gate, up = x[:, :33], x[:, 33:]
     pairs = [

@@ -1,4 +1,5 @@
-"""Tests a GPU alone: wrong targets that cannot raise, sizes beyond 32 bits, calls with several kernels, clusters."""
+"""Tests what concerns only GPUs: wrong targets, for which no error can be raised, sizes beyond 32 bits, calls that
+launch several kernels, and clusters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,15 +26,15 @@ def needs_memory(gib: int) -> None:
         pytest.skip(f"needs {gib} GiB of the GPU's memory, and {free / GIB:.0f} are free")
 
 
-# ---- a target that is no class ----
+# ---- Losses with a target that is not a class index ----
 
 
 @pytest.mark.parametrize("wrong", [-1, 7, 2**40])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
 def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong: int) -> None:
-    """The loss and the gradient of the wrong row are NaN. Other rows have the gradient of a mean without the wrong row.
-    Weight gradients, which sum over the rows, are NaN."""
+    """If one target is not a class index, the loss is NaN, and so is the gradient of this target's row. The other rows
+    have the gradient of a loss without the wrong row. The gradient of the weight, a sum over all rows, is NaN."""
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(shape, generator=generator).cuda().requires_grad_() for shape in ((5, 3), (7, 3)))
     target, keep = torch.arange(5, device="cuda"), torch.arange(5, device="cuda") != 2
@@ -47,7 +48,7 @@ def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong:
     gradients = torch.autograd.grad(loss, leaves)
     assert loss.isnan() and gradients[0][2].isnan().all()
     assert all(gradient.isnan().all() for gradient in gradients[1:])
-    # The tolerance is 16 roundings of sums of 3 and 7 products near 1.
+    # The tolerance is 16 eps: the sums have 3 and 7 products of size 1.
     torch.testing.assert_close(gradients[0][keep].double(), exact, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
 
 
@@ -55,18 +56,22 @@ def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong:
 
 
 def near(got: Tensor, exact: Tensor, size: Tensor) -> bool:
-    """Returns whether bfloat16 results have an error of one rounding plus 2^-14 of the size of the terms. An
-    exponential of half types (2^-18) and a float32 tree of 2^17 terms (17 roundings of 2^-24) add less."""
+    """Returns whether the error of bfloat16 results is at most one rounding plus 2^-14 times `size`, the sum of the
+    absolute values of their terms. The relative error of exp for half types, 2^-18, and that of a float32 tree
+    reduction of 2^17 terms, 17 roundings of 2^-24, are together smaller than 2^-14."""
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * size + 1e-38).all())
 
 
-@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which pytest-xdist's workers share
 @pytest.mark.parametrize("shape", [(1, 70_000, 32_768), (3, 30_000, 32_768)], ids=str)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
-    """Softmax along the middle dimension is right beyond 2^31 elements. In one tensor the last rows of a strip lie
-    there, and in the other whole strips. The first and last 64 strips are compared with float64. The reference's
-    backward reads the rounded result, as the op's does."""
+    """softmax and log_softmax along the middle of three dimensions are right for elements beyond index 2^31.
+
+    A strip is the elements with the same first and last index. In one tensor the last elements of each strip are beyond
+    2^31, and in the other tensor all elements of the last strips. The first and last 64 strips are compared with
+    float64. The exact gradient is computed from the rounded result, because the op's backward reads the rounded result.
+    """
     needs_memory(28)
     outer, _, inner = shape
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -88,9 +93,9 @@ def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
         assert near(grad[at, :, strips], factor * (of_g - total), factor * (of_g + total))
 
 
-@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which pytest-xdist's workers share
 def test_losses_of_strips_past_two_to_the_31() -> None:
-    """Losses with classes in the middle dimension are right for targets whose logits lie beyond 2^31 elements."""
+    """cross_entropy along the middle dimension is right for rows whose logits have indices beyond 2^31."""
     needs_memory(16)
     shape = (3, 30_000, 32_768)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -107,10 +112,10 @@ def test_losses_of_strips_past_two_to_the_31() -> None:
         assert near(grad[at, :, strips], part.softmax(0) - one_hot, part.softmax(0) + one_hot)
 
 
-@pytest.mark.slow  # needs most of the GPU's memory, which the quick tier's workers share
+@pytest.mark.slow  # needs most of the GPU's memory, which pytest-xdist's workers share
 def test_rotary_of_more_than_two_to_the_32_threads() -> None:
-    """The last sequences have the bits of a call with these alone. Rows of 6 columns have three pairs with one thread
-    each, together 4.3e9 threads."""
+    """rotary_embedding with 4.3e9 threads, one for each of three pairs in a row of 6 columns, is right: the last four
+    sequences have the bits of a call with these four alone."""
     batch, tokens, width = 131_072, 11_000, 6
     assert batch * tokens * width // 2 > 1 << 32
     needs_memory(36)
@@ -126,7 +131,7 @@ def test_rotary_of_more_than_two_to_the_32_threads() -> None:
     assert not rotated[4 : batch - 4 : 997].any()
 
 
-# ---- calls with several launches ----
+# ---- Calls of an op that launch several kernels or memsets ----
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
@@ -134,7 +139,7 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 
 def recurrence() -> Sample:
-    """Makes a recurrence whose a and b differ in memory order, so that a kernel first computes where rows begin."""
+    """Returns a recurrence with a and b of other memory orders, for which a kernel first computes row addresses."""
     b = leaf(5, 3, 20_000).detach().transpose(0, 1).requires_grad_()
     return Sample((leaf(3, 5, 20_000, seed=1).detach().sigmoid().requires_grad_(), b), {"dim": -1})
 
@@ -144,8 +149,8 @@ def loss(reduction: str) -> Callable[[], Sample]:
     return lambda: Sample((leaf(rows, 8), torch.arange(rows, device="cuda") % 8), {"reduction": reduction})
 
 
-# For each call, its op, its sample, and the number of kernels and memsets of its forward. A scan over several tiles
-# first clears the memory in which tiles publish sums. A loss of many rows first adds up parts of the rows.
+# For each call: its op, its sample, and its forward's numbers of kernels and memsets. A memset clears the memory in
+# which a scan's tiles publish sums. A loss of many rows takes further kernels that add up the rows.
 CALLS: dict[str, tuple[str, Callable[[], Sample], int, int]] = {
     "cumsum along rows": ("cumsum", lambda: Sample((leaf(2, 1_000_003), -1)), 1, 1),
     "cumsum along columns": ("cumsum", lambda: Sample((leaf(300_001, 5), 0)), 1, 1),
@@ -157,7 +162,7 @@ CALLS: dict[str, tuple[str, Callable[[], Sample], int, int]] = {
 
 
 def on_gpu(call: Callable[[], object]) -> list[Any]:
-    """Returns the GPU events of a call. It runs twice, because the first run of a profiler may miss kernels."""
+    """Returns the GPU events of a call, which runs twice, because a profiler's first run may miss kernels."""
     for _ in range(2):
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -173,8 +178,8 @@ def same(ours: Result, expected: Result) -> bool:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
-    """Kernels and memsets run on the current stream, and again in each replay of a graph, whose second replay finds the
-    sums that the first one published."""
+    """All kernels and memsets of a call run on the current stream, and each replay of a CUDA graph of the call runs
+    them again. Without the memset, the second replay would find the sums that the first replay published."""
     op, make, kernels, memsets = CALLS[name]
     sample, function = make(), getattr(extension_cpp, op)
     x = sample.args[0]
@@ -189,7 +194,7 @@ def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
         stream.wait_stream(torch.cuda.default_stream())
         done = on_gpu(lambda: function(*sample.args, **sample.kwargs))
         x.detach().zero_()
-        torch.cuda._sleep(50_000_000)  # delays the stream, so that work on another stream would read the zeros
+        torch.cuda._sleep(50_000_000)  # delays this stream, so that a kernel on another stream would read the zeros
         x.detach().copy_(keep)
         ours = both()
     stream.synchronize()
@@ -216,8 +221,8 @@ def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
     "name, shape", [("softmax", (264, 40_000)), ("strips", (300, 4096, 8)), ("norm", (264, 40_960))]
 )
 def test_clusters_give_the_same_bits_each_time(name: str, shape: tuple[int, ...]) -> None:
-    """A cluster gives the same bits in every run. A wrong write into another CTA's shared memory, before that CTA has
-    started or has read the previous value, shows only sometimes, beside kernels that occupy some SMs."""
+    """Kernels with clusters give the same bits in every run. A CTA that writes too early into the shared memory of
+    another CTA gives wrong results only in some runs, beside kernels of another stream that occupy some SMs."""
     x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     other, side = torch.randn(1 << 22, device="cuda"), torch.cuda.Stream()
 

@@ -1,7 +1,8 @@
-"""Tests the package's copy for Hugging Face's `kernels`: its files, its use beside the package, models with its layers.
+"""Tests the copy of the package that scripts/hub.py builds for Hugging Face's `kernels`. Tests its files, its use in
+the same process as the package, and models with its layers.
 
-Most tests are in the slow tier, because compiling the shims for another namespace takes more than a minute of processor
-time. The quick tier compares the layers with the models' own (test_layers.py)."""
+Most of these tests run only with --slow, because compiling the C++ shims for the copy's namespace takes more than a
+minute of processor time. test_layers.py compares the layers with those of the models without --slow."""
 
 import functools
 import importlib.util
@@ -23,11 +24,11 @@ for _module in ("kernels", "kernel_abi_check"):
         pytest.skip(f"{_module} is not installed", allow_module_level=True)
 
 ROOT = hub.ROOT
-NAMESPACE = "_extension_cpp_test"  # constant, so that ninja compiles the shims only once
+NAMESPACE = "_extension_cpp_test"  # always the same, so that later runs need not compile the shims again
 DECODER_LAYERS = {"RotaryPosEmb": 2, "SwiGLUMLP": 2, "SiLU": 2}
 REPLACED = {
     "llama": DECODER_LAYERS | {"RMSNorm": 5},
-    "qwen3": DECODER_LAYERS | {"RMSNorm": 9},  # q_norm and k_norm are RMSNorms, too
+    "qwen3": DECODER_LAYERS | {"RMSNorm": 9},  # among them q_norm and k_norm of both layers
     "gemma3": {"RotaryPosEmb": 2, "GemmaRMSNorm": 13, "GeGLUMLP": 2, "GeluTanh": 2},
     "gpt2": {"LayerNorm": 5, "GeluTanh": 2},
 }
@@ -36,7 +37,7 @@ DTYPES = ("float32", "bfloat16")
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory) -> Path:
-    """Builds a variant from the objects of the tested library. Only the shims are compiled, for another namespace."""
+    """Builds a variant, the copy for this machine, and returns its folder. Only the C++ shims are compiled again."""
     build = info.read_build()
     assert build is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GLIBC")}
@@ -77,7 +78,7 @@ def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
 
 @pytest.mark.slow
 def test_the_copy_names_the_package_nowhere(variant) -> None:
-    """The copy contains no import or operator of the package, which would use the installed package instead."""
+    """The copy's files do not import the package or name its operators, which would use the installed package."""
     imports, operators = r"^\s*(from|import) extension_cpp\b", r"torch\.ops\.extension_cpp(?!\.\*)"
     registered = r"\bregister\w*\(\s*f?\"extension_cpp::"
     for path in variant.rglob("*.py"):

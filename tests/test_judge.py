@@ -1,5 +1,5 @@
-"""The judge refuses wrong results for every op, dtype, result and gradient. No kernel runs here: right results are the
-rounded results of the reference, and wrong ones are made from them."""
+"""Tests that judge.py rejects wrong results of every op in every dtype. Right results are the reference's, rounded, and
+wrong ones are made from them. Kernels run only in the test without `terms`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +17,12 @@ ROWS = 2
 
 
 def samples(spec: OpSpec, dtype: torch.dtype, width: int) -> Iterator[Sample]:
-    """Yields calls with rows of this width and, if the op works along a dimension, with columns of this height. Short
-    rows have all samples, and long rows those of the benchmarks. Slow references run 65536 columns in one dtype."""
+    """Yields samples with rows of `width` elements and, if the op can work along columns, with columns of `width`
+    elements. Up to a width of 1025, these are all samples of the spec, and above it those of its benchmarks. If the
+    reference is slow, there are samples with a width of 65536 only in bfloat16."""
     if width > 4096 and (spec.by_hand or spec.has_products) and dtype is not torch.bfloat16:
         return
-    if spec.has_products:  # with logits of the same size for every width
+    if spec.has_products:  # the spread makes the logits equally large for every width
         yield from spec.sample_inputs(maker("cpu", dtype, seed=width, spread=width**-0.25), (ROWS, width))
         return
     benches = [spec.bench, *(bench for name, bench in spec.variants.items() if name == "columns")]
@@ -33,7 +34,8 @@ def samples(spec: OpSpec, dtype: torch.dtype, width: int) -> Iterator[Sample]:
 
 
 def rounded(expected: Expected, dtype: torch.dtype, result_dtype: torch.dtype) -> Result:
-    """Returns a right result. Where backward reads outputs, or outputs read others, they read rounded ones."""
+    """Returns right outputs and gradients, which are the exact ones rounded to their dtypes. If the op computes
+    gradients or further outputs from its rounded outputs, they are exact for the rounded outputs."""
     outputs = tuple(x.to(result_dtype) for x in expected.whole.exact.outputs)
     _, truth = next(iter(expected.truths(Result(outputs, expected.whole.exact.gradients))))
     outputs = tuple(x.to(result_dtype) for x in truth.exact.outputs)
@@ -41,7 +43,8 @@ def rounded(expected: Expected, dtype: torch.dtype, result_dtype: torch.dtype) -
 
 
 def planted(right: Tensor, allowed: Tensor, size: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields wrong results by name. `allowed` is the bound of each element, and `size` is the sum of its terms."""
+    """Yields the names and values of wrong results, made from the right one. `allowed` is the error bound of each
+    element, and `size` is the sum of the absolute values of its terms."""
     is_half = right.dtype.itemsize == 2
     factor = 1.05 if is_half else 1.001
     yield "zeros", torch.zeros_like(right)
@@ -104,7 +107,8 @@ SAVING = [replace(spec, from_saved=None, saves_results=True) for spec in all_spe
 
 @pytest.mark.parametrize("spec", [*INDEPENDENT, *SAVING], ids=str)
 def test_without_terms_numbers_are_changed(spec: OpSpec) -> None:
-    """Without `terms`, as in a new package, the judge accepts the op and refuses zeros and wrong factors."""
+    """Without `terms`, as in a new package, the judge accepts the results of an op's kernels, and rejects zeros, a
+    wrong sign and a factor of 1.05."""
     spec = replace(spec, terms=None)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for sample in spec.sample_inputs(maker("cpu", dtype), (5, 257)):
@@ -118,8 +122,8 @@ def test_without_terms_numbers_are_changed(spec: OpSpec) -> None:
 
 
 def test_special_values() -> None:
-    """NaN and infinities must be where the exact result has them. The judge never takes NaN or a number that overflows
-    the result's dtype for a small error."""
+    """The judge rejects a result whose NaN or infinities are not where the exact result has them. It also rejects a
+    finite number where the exact result exceeds the range of the result's dtype."""
     exact = torch.linspace(1, 2, 66, dtype=torch.float64).reshape(2, 33)
     exact[0, 3], exact[1, 5], exact[1, 7] = torch.inf, torch.nan, 1e39
     truth = Truth(Result((exact,), []), lambda: [Terms(torch.ones_like(exact), 2)])

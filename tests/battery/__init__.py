@@ -1,4 +1,4 @@
-"""Tests of what every op promises, over all ops, dtypes and devices. Each file has one subject."""
+"""Tests that run for every op, over all dtypes and devices, from its OpSpec. Each file has one subject."""
 
 import inspect
 from collections.abc import Callable
@@ -24,7 +24,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[str]]:
-    """Returns the names of the operators that a call runs, and of its GPU kernels except for memcpy and memset."""
+    """Returns the names of the operators and of the GPU kernels that a call runs, without memcpy and memset."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for _ in range(2):  # the first run of a profiler may miss kernels
         with profile(activities=activities) as profiler:
@@ -41,7 +41,7 @@ def fake_mode(spec: OpSpec) -> FakeTensorMode:
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
-    """Records the operator calls of a sample's forward, backward and, if there is one, double backward."""
+    """Runs a sample's forward, backward and, if any, double backward, and returns the recorded operator calls."""
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]
@@ -57,6 +57,6 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
 
 
 def with_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
-    """Returns an operator and, if it is differentiable, its overloads without an Autograd kernel."""
+    """Returns an operator and its no-grad overloads, which have no Autograd kernel, if the operator has them."""
     name = without_suffix(op._schema.name)
     return [overload_of(name), *overloads_of(name)]

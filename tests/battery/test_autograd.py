@@ -28,9 +28,9 @@ pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 
 @every_differentiable_op
 def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """The float64 gradients equal finite differences for several layouts, also in forward mode and in second order. The
-    quick tier compares the whole Jacobian for the first layout only. For the others it compares random products with
-    the Jacobian, which miss some errors of 1 %."""
+    """Gradients in float64 equal finite differences for several layouts, also in forward mode and in second order. For
+    the first layout, the whole Jacobian is compared. For the others this needs --slow; without it only random products
+    with the Jacobian are compared, which miss some errors of 1 %."""
     for shape, layout in [((3, 5), "contiguous"), ((2, 3, 4), "transposed"), ((2, 3), "sliced")]:
         fast = layout != "contiguous" and not request.config.getoption("--slow")
         for sample in spec.sample_inputs(maker(device, torch.float64, layout=layout, seed=3), shape):
@@ -50,7 +50,7 @@ def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) ->
 @every_differentiable_op
 @every_dtype
 def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Forward mode does not change results: each operator returns the same values when its tensors have tangents."""
+    """Each operator, also in backward, returns the same values for dual tensors as for tensors without tangents."""
     for sample in spec.sample_inputs(maker(device, dtype), (5, 33)):
         for each in (sample, *([with_float_weights(sample)] if spec.float_weights and dtype.itemsize == 2 else [])):
             for op, args, kwargs in calls_of_every_order(spec, each, "contiguous").made:
@@ -70,7 +70,7 @@ def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype,
                         assert "backward" in str(error), "the forward has a plain form"
                         continue
                 for a, b in zip(results, expected, strict=True):
-                    # Each result sums 33 columns or 5 rows of terms near 1, which come from one or two products.
+                    # Each element sums terms near 1 over 33 columns or 5 rows. A term is one or two products.
                     size = max(1.0, b.abs().max().item()) if b.numel() else 0.0
                     torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * size)
 
@@ -94,7 +94,7 @@ def _second(f: Scalar, x: tuple[torch.Tensor, ...]) -> Any:
     return torch.func.grad(lambda *x: _total(torch.func.grad(f, _all(x))(*x)), _all(x))(*x)
 
 
-# Each transform takes a scalar function f and the tensors x that f gets.
+# Functions that apply a transform of torch.func to a scalar function f and return its result for the tensors x.
 FIRST_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
     "grad": lambda f, x: torch.func.grad(f, _all(x))(*x),
     "vjp": lambda f, x: torch.func.vjp(f, *x)[1](torch.tensor(2.0, dtype=x[0].dtype, device=x[0].device)),
@@ -117,7 +117,7 @@ SECOND_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("transform", [*FIRST_ORDER, *SECOND_ORDER])
 def test_torch_func(spec: OpSpec, transform: str, device: str) -> None:
-    """Every transform of torch.func gives the same result for the op as for the reference, in float64."""
+    """Each of torch.func's transforms gives the same result for the op as for its reference, in float64."""
     apply = (FIRST_ORDER | SECOND_ORDER)[transform]
     for sample in spec.sample_inputs(maker(device, torch.float64, seed=3), (2, 3)):
         primals = tuple(x.detach() for x in leaves(sample))
@@ -148,8 +148,8 @@ def _subsets(items: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 def _derivatives(
     function: Callable[..., Any], sample: Sample, needed: tuple[int, ...], used: tuple[int, ...], second: bool
 ) -> list[torch.Tensor]:
-    """Returns the gradients of the arguments `needed` through the outputs `used`. With `second`, it also returns the
-    second-order gradients through every subset of these gradients."""
+    """Returns the gradients of the arguments number `needed` if only the outputs number `used` are used. With `second`,
+    also returns the second-order gradients through every subset of these gradients."""
     args = [
         x.detach().requires_grad_(i in needed) if isinstance(x, torch.Tensor) else x for i, x in enumerate(sample.args)
     ]
@@ -177,8 +177,7 @@ def _derivatives(
 
 @every_differentiable_op
 def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
-    """Gradients are right for every subset of inputs that require grad and of results that are used. gradcheck, in
-    contrast, uses all inputs and all results at once."""
+    """Gradients are right if any subset of the inputs requires grad and any subset of the outputs is used."""
     for sample in spec.sample_inputs(maker(device, torch.float64, seed=4), (3, 5)):
         tensors = [i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad]
         count = len(as_tuple(spec.function(*sample.args, **sample.kwargs)))
@@ -192,8 +191,9 @@ def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
 
 
 def _kept(function: Callable[..., Any], sample: Sample) -> tuple[set[int], int]:
-    """Returns which arguments backward saves, and the number of elements of the largest saved intermediate."""
-    kept: dict[int, int] = {}  # number of elements by the address of the storage
+    """Calls the function. Returns the indices of the arguments that autograd saves for backward, and the number of
+    elements of the largest saved tensor that is neither an argument nor an output."""
+    kept: dict[int, int] = {}  # the number of elements of each saved tensor, by the address of its storage
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.numel()
@@ -209,11 +209,11 @@ def _kept(function: Callable[..., Any], sample: Sample) -> tuple[set[int], int]:
 
 @every_differentiable_op
 def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device: str) -> None:
-    """Backward saves no argument that the reference's backward does not save. A saved argument stays in memory, and
-    must not change in place. Exempt are arguments no larger than an intermediate that the reference saves."""
+    """An op saves for backward no argument that its reference does not save. A saved argument stays in memory, and must
+    not change in place. Arguments no larger than the largest intermediate that the reference saves are exempt."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         (ours, _), (needed, intermediate) = _kept(spec.function, sample), _kept(spec.reference, sample)
-        # scale_bias_relu must save x and bias: a result that rounds to 0 does not show the sign of x + bias.
+        # scale_bias_relu must save x and bias, because an output that is rounded to 0 loses the sign of x + bias.
         extra = ours - needed if spec.name != "scale_bias_relu" else set()
         names = [spec.names[i] for i in extra if sample.args[i].numel() > intermediate]
         assert not names, f"{spec.name} saves {', '.join(names)} (ctx.save_for_backward; --save of the command)"
@@ -221,7 +221,7 @@ def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device:
 
 @every_differentiable_op
 def test_checkpointing(spec: OpSpec, device: str) -> None:
-    """torch.utils.checkpoint, which runs the forward again in backward, gives the same bits as a plain call."""
+    """Under torch.utils.checkpoint, which runs forward again in backward, an op gives the bits of a plain call."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
 
         def again(*args: object, sample: Sample = sample) -> object:
@@ -234,8 +234,8 @@ def test_checkpointing(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_autocast(spec: OpSpec, device: str) -> None:
-    """Under autocast, the results of float32 inputs stay float32 and keep their bits, in eager mode and compiled.
-    test_norm.py tests inputs that autocast casts."""
+    """For float32 inputs, outputs and gradients have the same dtypes and bits with autocast as without, in eager mode
+    and compiled. test_norm.py tests inputs that autocast casts."""
     if spec.has_products:
         pytest.skip("autocast casts matrix products: test_loss.py has this test")
     for number, sample in enumerate(spec.sample_inputs(maker(device, torch.float32), (6, 33))):
@@ -250,7 +250,7 @@ def test_autocast(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_vmap(spec: OpSpec, device: str) -> None:
-    """vmap over a new dimension of every floating-point tensor gives the results and gradients of separate calls."""
+    """vmap over a new dimension of all floating-point tensors equals one call per element, also in gradients."""
     calls = [list(spec.sample_inputs(maker(device, torch.float32, seed=seed), (4, 33))) for seed in (1, 2, 3)]
     for same in zip(*calls, strict=True):
         batched = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in same[0].args]
@@ -272,7 +272,7 @@ def test_vmap(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_vmap_over_an_empty_batch(spec: OpSpec, device: str) -> None:
-    """If one argument has a batch of size 0, results and gradients have the shape of an unbatched call after that 0."""
+    """If vmap maps an argument over a batch of size 0, results and gradients have a first dimension of 0."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (4, 33)):
         function, alone = functools.partial(spec.function, **sample.kwargs), run(spec.function, sample, torch.ones_like)
         for place in (i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad):
@@ -299,21 +299,21 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_overloads_run_in_place_of_operators(spec: OpSpec, device: str) -> None:
-    """A plain call, with gradients, under no_grad or in a backward pass, runs an overload without an Autograd kernel.
-    The overload gives the operator's bits and passes opcheck."""
+    """A plain call runs an overload without an Autograd kernel: with gradients, under no_grad and in backward. The
+    overload gives the same bits as the operator, and passes opcheck."""
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
         found: dict[str, tuple[torch.Tensor, ...]] = {}
 
         def suffixes(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[str]:
-            """Returns the suffixes ("_no_grad") in the names of the operators that a call runs. Stores the call's
-            results in `found`."""
+            """Returns the suffixes, such as "_no_grad", of the names of the operators that `call` runs. Stores the
+            call's results in `found`."""
 
             def keep() -> None:
                 found[name] = as_tuple(call())
 
             events, _ = profiled(keep, device)
             ours = [event for event in events if event.startswith("extension_cpp::")]
-            if spec.has_products:  # with matrix products, the kernel calls further ops without gradients
+            if spec.has_products:  # the op's kernel itself calls further operators
                 ours = [event for event in ours if spec.name in event]
             return {event.removeprefix(without_suffix(event)) for event in ours}
 
@@ -338,7 +338,7 @@ def test_overloads_run_in_place_of_operators(spec: OpSpec, device: str) -> None:
                 assert torch.equal(x, y) and x.stride() == y.stride()
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
-            # test_aot_dispatch_dynamic, the slowest test, tests autograd, which an overload does not have.
+            # The overloads have no autograd, which opcheck's slowest test, test_aot_dispatch_dynamic, is for.
             tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
             for overload in with_overloads(called)[1:]:
                 torch.library.opcheck(overload, args, kwargs, test_utils=tests)

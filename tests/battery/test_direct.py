@@ -1,7 +1,8 @@
-"""Tests that direct calls and dispatcher calls give the same results, gradients and graphs.
+"""Tests that direct calls and dispatcher calls of an op give the same results, gradients and autograd graphs.
 
-A direct call applies the operator's autograd.Function without the dispatcher (registration/calls.py). Plain calls are
-direct. Where a mode, a hook or a subclass has to see the operator, the call goes through the dispatcher."""
+A direct call applies the operator's autograd.Function without PyTorch's dispatcher (registration/calls.py). Calls in
+plain eager mode are direct. If a mode, a hook or a tensor subclass must see the operator, the call goes through the
+dispatcher."""
 
 import contextlib
 import functools
@@ -32,7 +33,7 @@ SHAPE = (6, 40)
 
 
 def sample_of(spec: OpSpec, device: str, dtype: torch.dtype = torch.float32) -> Sample:
-    """Returns the sample with the largest number of tensors, so that optional tensors are included."""
+    """Returns the op's sample that has the largest number of tensors, and thus its optional tensors."""
     samples = spec.sample_inputs(maker(device, dtype), SHAPE)
     return max(samples, key=lambda sample: sum(isinstance(x, Tensor) for x in sample.args))
 
@@ -63,13 +64,13 @@ def by_the_dispatcher() -> Iterator[None]:
 
 
 def graph(y: Tensor) -> list[Any]:
-    """Returns the name of the autograd node that made y, followed by the names of the nodes next in the graph."""
+    """Returns the name of y's autograd node, and the names of the nodes to which this node passes gradients."""
     node = y.grad_fn
     return [] if node is None else [node.name(), *(after and after.name() for after, _ in node.next_functions)]
 
 
 def outcome(spec: OpSpec, sample: Sample) -> list[Any]:
-    """Returns results, graph and gradients of a call, and its second-order gradients if the op has them."""
+    """Calls the op. Returns its outputs, their autograd nodes, and the gradients of first and, if any, second order."""
     outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
     different = [y for y in outputs if y.requires_grad]
     found: list[Any] = [[y.detach().clone(), y.requires_grad, graph(y)] for y in outputs]
@@ -100,7 +101,8 @@ def assert_equal(one: Any, other: Any) -> None:
 
 @every_differentiable_op
 def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
-    """Plain calls are direct for leaves, parameters and half types, and if only one input requires grad."""
+    """Calls in plain eager mode are direct, and give the same as dispatcher calls, even if one input alone requires
+    grad."""
     for dtype in (torch.float32, torch.bfloat16):
         sample = sample_of(spec, device, dtype)
         parameters = [torch.nn.Parameter(x.detach()) if x is not sample.args[0] else x for x in leaves(sample)]
@@ -118,7 +120,7 @@ def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_calls_without_gradients_run_the_no_grad_overload(spec: OpSpec, device: str) -> None:
-    """A call whose inputs do not require grad runs the no-grad overload, even if gradients are enabled."""
+    """If no input requires grad, a call runs the no-grad overload, even if gradients are enabled."""
     sample = sample_of(spec, device)
     given = [x.detach() if isinstance(x, Tensor) else x for x in sample.args]
     names, _ = profiled(lambda: spec.function(*given, **sample.kwargs), device)
@@ -191,7 +193,7 @@ def test_autocast_sees_the_operators_that_have_a_rule(spec: OpSpec, device: str)
 class Seen(Tensor):
     """A tensor subclass that records the name of every function called with it."""
 
-    names: list[str] = []  # noqa: RUF012  # one list for all tensors, which a classmethod can reach
+    names: list[str] = []  # noqa: RUF012  # shared by all tensors of the class
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -202,7 +204,7 @@ class Seen(Tensor):
 @every_differentiable_op
 @pytest.mark.parametrize("as_parameter", [False, True])
 def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bool) -> None:
-    """A call with a tensor subclass in any argument, optional ones included, goes through the dispatcher."""
+    """If any argument, also an optional one, is a tensor subclass, the call goes through the dispatcher."""
     sample = sample_of(spec, device)
     for i, x in enumerate(sample.args):
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -244,8 +246,8 @@ def test_transforms_and_graphs_see_the_operator(spec: OpSpec, device: str) -> No
 
 @every_differentiable_op
 def test_saved_tensors_hooks(spec: OpSpec, device: str) -> None:
-    """Hooks around the forward pack the tensors that backward saves, for direct calls and dispatcher calls alike. Hooks
-    that are set between forward and backward see only what the backward itself saves."""
+    """saved_tensors_hooks around forward see the same tensors in a direct call as in a dispatcher call. Hooks that are
+    set between forward and backward see only what backward saves for a second backward."""
     sample, packed = sample_of(spec, device), list[int]()
 
     def pack(x: Tensor) -> Tensor:
@@ -270,7 +272,7 @@ def test_saved_tensors_hooks(spec: OpSpec, device: str) -> None:
 
 
 def _in_a_thread(call: Callable[[], Any]) -> Any:
-    """Runs a call in a second thread while the first thread is in a dispatch mode, which must not affect the second."""
+    """Runs a call in a thread, while another thread is in a dispatch mode, which must not affect the call."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     with DispatchRecorder():
@@ -280,7 +282,7 @@ def _in_a_thread(call: Callable[[], Any]) -> Any:
 
 
 class Inner(torch.autograd.Function):
-    """A Function whose forward enables gradients and calls the op there. Function.apply itself disables gradients."""
+    """An autograd.Function whose forward calls the op with gradients enabled. autograd.Function disables them first."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], Any], x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every op refuses a tensor whose storage was freed, as FSDP frees parameters, and names the argument."""
+"""Tests that every op raises an error for a tensor whose storage was freed, as FSDP does, and names the argument."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from tests.opspec import OpSpec
 
 
 def freed(like: Tensor, offset: int) -> Tensor:
-    """Returns a tensor with the metadata of `like`, at `offset` elements into a storage whose memory was freed."""
+    """Returns a tensor like `like`, with `offset` as its storage offset, whose storage has been freed."""
     reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
     x = torch.empty(offset + reach, dtype=like.dtype, device=like.device).as_strided(like.shape, like.stride(), offset)
     x.untyped_storage().resize_(0)
@@ -21,15 +21,15 @@ def freed(like: Tensor, offset: int) -> Tensor:
 
 
 def with_one_freed(args: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """Yields the arguments with one tensor freed at a time, once at the start of its storage and once at an offset."""
+    """Yields the number of a tensor and the arguments with this tensor freed, for each tensor with two offsets."""
     for i, x in enumerate(args):
         for offset in (0, 3) if isinstance(x, Tensor) and x.numel() > 0 else ():
             yield i, [*args[:i], freed(x, offset), *args[i + 1 :]]
 
 
 def check_refused(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], sentence: str) -> None:
-    """Checks that the call raises this message and changes no argument. The assertion is in another function: pytest
-    prints the arguments of a failed one, and printing a freed tensor crashes the process."""
+    """Checks that the call raises this message and changes no argument. `compare` has the assertions, because pytest
+    prints the arguments of a function whose assertion fails, and printing a freed tensor crashes the process."""
     alive = [x.detach() for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.untyped_storage().nbytes()]
     before, message = [x.clone() for x in alive], "no error"
     try:
@@ -52,7 +52,7 @@ def sentence_of(op: str, name: str) -> str:
 
 @every_op
 def test_freed_arguments_get_a_sentence(spec: OpSpec, device: str) -> None:
-    """The message is right for forward, backward and second-order operators, no-grad overloads and the function."""
+    """If an argument was freed, the op's function and all its operators raise an error that names the argument."""
     refused = set()
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:

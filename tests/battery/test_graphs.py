@@ -38,9 +38,9 @@ from tests.opspec import OpSpec, Sample
 
 @every_op
 def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """Every op passes torch.library.opcheck. The quick tier pairs each dtype with one layout. It runs AOT dispatch, the
-    slowest test, for one sample, because the next test makes the same comparison for all samples. The slow tier runs
-    all tests of opcheck for every pair."""
+    """Every op passes torch.library.opcheck. With --slow, all of opcheck's tests run for each pair of a dtype and a
+    layout. Without it, each dtype has one layout. test_aot_dispatch_dynamic, the slowest test, then runs for one
+    sample, because test_compile_fullgraph_with_dynamic_shapes makes the same comparison for all samples."""
     cases = [(torch.float32, (5, 33)), (torch.bfloat16, (2, 3, 4, 5)), (torch.float64, (0, 3))]
     for i, (dtype, shape) in enumerate(cases):
         for j, layout in enumerate(("sliced", "transposed", "contiguous")):
@@ -52,15 +52,15 @@ def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
                 tests = [test for test in OPCHECKS if aot or test != "test_aot_dispatch_dynamic"]
                 with Calls() as calls:
                     outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
-                # opcheck compares results and treats NaN as different from NaN, so that samples with NaN are left out.
+                # Samples whose results contain NaN are left out, because opcheck treats NaN as different from NaN.
                 if calls.made and not any(output.isnan().any() for output in outputs):
                     torch.library.opcheck(*calls.made[0], test_utils=tests)
 
 
 @every_op
 def test_compile_fullgraph_with_dynamic_shapes(spec: OpSpec, device: str) -> None:
-    """The op compiles to one graph that serves all sizes and gives the results and gradients of eager mode. A second
-    compilation would raise RecompileError and name the guard. A fake that turns a SymInt into an int causes one."""
+    """The op compiles to one graph for all sizes, which gives the results and gradients of eager mode. A second
+    compilation raises RecompileError and fails the test. A fake that converts a SymInt to an int would cause one."""
     samples = [list(spec.sample_inputs(maker(device, torch.float32), shape)) for shape in [(6, 40), (9, 64), (5, 33)]]
     for same_call in zip(*samples, strict=True):
         torch._dynamo.reset()
@@ -81,9 +81,8 @@ PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(),
 @every_op
 @pytest.mark.slow
 def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
-    """Inductor compiles each op together with PyTorch's ops, for permuted inputs with gaps. The quick tier compiles all
-    ops in one graph instead (test_compile_with_inductor): a graph's compile time hardly depends on its number of
-    ops."""
+    """Inductor compiles a graph of each op with some of PyTorch's ops, for permuted inputs with gaps. Without --slow,
+    only test_compile_with_inductor runs. It compiles all ops in one graph, which takes little longer than one op."""
     torch._dynamo.reset()
     for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
 
@@ -99,7 +98,7 @@ def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
 
 
 class EveryOp(torch.nn.Module):
-    """A module that calls one sample of every op and sums each result over a dimension."""
+    """A module whose forward calls each op with its sample, and sums each output over dimension 1."""
 
     def __init__(self, samples: list[tuple[OpSpec, Sample]]) -> None:
         super().__init__()
@@ -116,7 +115,7 @@ class EveryOp(torch.nn.Module):
 
 
 def test_compile_with_inductor(device: str) -> None:
-    """Inductor compiles forward and backward of all ops in one graph, together with PyTorch's ops."""
+    """Inductor compiles forward and backward of all ops, mixed with PyTorch's, in one graph, with the right results."""
     torch._dynamo.reset()
     make = maker(device, torch.float32, layout=PERMUTED)
     samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
@@ -138,9 +137,8 @@ def test_compile_with_inductor(device: str) -> None:
 
 
 def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
-    """AOTInductor's code gives the values of eager mode. It reads results with the strides of the fakes and does not
-    check them, so that a wrong fake gives wrong values. The dtype is bfloat16; test_compile_with_inductor has float32.
-    """
+    """A graph of all ops compiled by AOTInductor gives the values of eager mode. AOTInductor's code does not check an
+    op's strides and reads its outputs with those of the fake, so that wrong strides of a fake give wrong values."""
     make = maker(device, torch.bfloat16, layout=PERMUTED)
     samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
     tensors = [[x.detach() for x in sample.args if isinstance(x, torch.Tensor)] for _, sample in samples]
@@ -152,7 +150,7 @@ def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
 
 
 def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
-    """Checks that the fake of every operator of the sample has the shape, dtype and strides of the real result."""
+    """Checks that the fakes of all operators that a sample calls have the real results' shapes, dtypes and strides."""
     mode = fake_mode(spec)
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
@@ -176,7 +174,7 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
 
 @every_op
 def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
-    """Fakes have the real strides in bfloat16, also with float32 weights and for empty tensors."""
+    """Fakes return the real results' strides for many layouts in bfloat16, float32 weights and empty tensors."""
     some = [((6, 33), "contiguous"), ((1, 3, 1, 5), "transposed"), ((3, 0), "transposed")]
     for shape, layout in [*some, *(((2, 3, 4, 37), layout) for layout in LAYOUTS)]:
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
@@ -186,7 +184,7 @@ def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_fakes_of_backward_with_frozen_inputs(spec: OpSpec, device: str) -> None:
-    """The fake of backward has the shapes of the real results if only one input requires a gradient."""
+    """If only one input requires grad, the fake of backward returns the shapes and strides of the real results."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
         for trained in leaves(sample):
             args = [x.detach() if isinstance(x, torch.Tensor) and x is not trained else x for x in sample.args]
@@ -208,14 +206,14 @@ ANY_STRIDES = st.builds(
 def test_fake_has_the_real_strides_of_any_layout(
     spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
 ) -> None:
-    """Fakes have the real strides for random dimension orders, gaps, offsets, expanded dimensions and sizes of 1."""
+    """Fakes return the real results' strides for random dimension orders, gaps, offsets, expansions and sizes."""
     turns = itertools.cycle([maker(device, torch.float32, layout=layout) for layout in (first, second)])
     for sample in spec.sample_inputs(lambda shape: next(turns)(shape), shape):
         _check_fakes(spec, sample, second, f"{shape} {first}, others {second}")
 
 
 class OneCall(torch.nn.Module):
-    """A module around one sample: x is the input of forward, and the other tensors are parameters and buffers."""
+    """A module that calls the op. forward takes the sample's first tensor; the others are parameters and buffers."""
 
     def __init__(self, spec: OpSpec, sample: Sample) -> None:
         super().__init__()
@@ -242,8 +240,8 @@ CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
 }
 
 
-# The quick tier runs strict export, the slowest way, only under no_grad, where a captured graph might lose gradients.
-# test_compile_fullgraph_with_dynamic_shapes runs Dynamo with gradients for all samples.
+# Without --slow, strict torch.export, the slowest of CAPTURES, runs only under no_grad, under which a captured graph
+# might lose gradients. test_compile_fullgraph_with_dynamic_shapes runs Dynamo, on which it is based, with gradients.
 WAYS = [
     pytest.param(
         *(capture, gradients),
@@ -260,8 +258,8 @@ WAYS = [
 def test_captured_graphs_train(
     spec: OpSpec, capture: str, gradients: bool, device: str, request: pytest.FixtureRequest
 ) -> None:
-    """A captured graph gives the results and all gradients of eager mode, even if it was captured under no_grad. The
-    quick tier runs only one sample per op under no_grad, because all samples take the same path there."""
+    """A graph gives the results and all gradients of eager mode, even if it was captured under no_grad. Without --slow,
+    one sample per op is captured under no_grad, because all samples then run the same code."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     if capture == "jit.trace" and spec.lists and spec.mutates:
@@ -275,7 +273,7 @@ def test_captured_graphs_train(
         for each in (captured, module):
             each.zero_grad()
             leaf = x.clone().requires_grad_(spec.differentiable)
-            outputs = tree_leaves(each(leaf))  # torch.fx gives a list as one result
+            outputs = tree_leaves(each(leaf))  # a graph of torch.fx returns an op's list as a single output
             if not spec.differentiable:
                 results.append(outputs)
                 continue

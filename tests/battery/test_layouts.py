@@ -1,5 +1,5 @@
-"""Tests every number of dimensions, and that the stride of a dimension of size 1 has no effect. NumPy makes it 0, and
-views can make it large."""
+"""Tests every number of dimensions, and that the stride of a dimension of size 1 has no effect. Tensors from NumPy may
+have 0 as this stride, and views may have a large number."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ SHAPES = [(1,), (5, 1), (1, 33), (1, 1), (3, 1, 33), (1, 4, 1), (2, 1, 1, 7), (1
 
 
 def with_stride(stride: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that sets the stride of each dimension of size 1."""
+    """Returns a function that returns a view of a tensor with this stride in each dimension of size 1."""
 
     def of(x: Tensor) -> Tensor:
         strides = [stride if size == 1 else own for size, own in zip(x.shape, x.stride(), strict=True)]
@@ -34,8 +34,8 @@ def leaves_of(make: Make, change: Callable[[Tensor], Tensor]) -> Make:
 
 
 def same(x: Tensor, y: Tensor, has_products: bool) -> bool:
-    """Checks that two tensors have the same bits, where all NaN are equal. With matrix products it allows 16 eps:
-    PyTorch picks another product kernel for other strides. Sums of 33 products that round each step differ so much."""
+    """Returns whether two tensors have the same bits, where all NaN are equal. Matrix products may differ by 16 eps,
+    because PyTorch may pick another kernel for other strides, which adds 33 products in another order."""
     if x.shape != y.shape or not torch.equal(x.isnan(), y.isnan()):
         return False
     if x.numel() == 0:
@@ -45,10 +45,10 @@ def same(x: Tensor, y: Tensor, has_products: bool) -> bool:
 
 
 @every_op
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # all dtypes read strides the same way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # all dtypes share the code for strides
 @pytest.mark.parametrize("stride", [0, 7, 1 << 40])
 def test_any_stride_of_a_dimension_of_size_1(spec: OpSpec, dtype: torch.dtype, stride: int, device: str) -> None:
-    """Results and gradients have the same bits if inputs and grad_out have any stride in dimensions of size 1."""
+    """Results and gradients do not depend on the strides of inputs and grad_out in dimensions of size 1."""
     change = with_stride(stride)
     for shape in SHAPES:
         usual = spec.sample_inputs(maker(device, dtype), shape)
@@ -64,12 +64,12 @@ def test_any_stride_of_a_dimension_of_size_1(spec: OpSpec, dtype: torch.dtype, s
                 assert same(x, y, spec.has_products), f"{shape}, sample {number}: without gradients"
 
 
-SIZES = (3, 2, 4, 2, 3)  # the most dimensions that are tried where an op takes any number
+SIZES = (3, 2, 4, 2, 3)  # ops that take any number of dimensions are tested with up to five
 
 
 @every_op
 def test_every_number_of_dimensions(spec: OpSpec, device: str) -> None:
-    """From the least to the greatest, results and gradients are right, in a layout for each."""
+    """Results and gradients are right for every number of dimensions that the op takes. Each number has one layout."""
     greatest = len(SIZES) if spec.greatest_rank is None else spec.greatest_rank
     layouts = itertools.cycle(["transposed", "sliced", "contiguous", "padded"])
     for rank, layout in zip(range(spec.least_rank, greatest + 1), layouts, strict=False):
@@ -82,7 +82,7 @@ def test_every_number_of_dimensions(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_other_numbers_of_dimensions_get_a_sentence(spec: OpSpec, device: str) -> None:
-    """One fewer than the least and one more than the greatest, in the kernel and in the fake."""
+    """With one dimension fewer than the op takes, or one more, the kernel and the fake raise the same error."""
     greatest = spec.greatest_rank
     for rank in ([spec.least_rank - 1] if spec.least_rank > 0 else []) + ([greatest + 1] if greatest else []):
         shape = tuple(itertools.islice(itertools.cycle(SIZES), spec.least_rank))

@@ -14,13 +14,13 @@ every_writing_op = pytest.mark.parametrize("spec", WRITING, ids=str)
 
 
 def written(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
-    """Returns the arguments that a call writes, by name."""
+    """Returns the sample's arguments that the op writes, by their name."""
     return {name: sample.args[spec.names.index(name)] for name in spec.mutates}
 
 
 @every_writing_op
 def test_every_written_argument_counts_a_version(spec: OpSpec, device: str) -> None:
-    """The version counter of each written argument increases, so that autograd detects the write, and no other."""
+    """A call increases the version counter of each argument that it writes, for autograd, and no other one."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
         before = [x._version if isinstance(x, torch.Tensor) else 0 for x in sample.args]
         spec.in_place(*sample.args, **sample.kwargs)
@@ -32,7 +32,7 @@ def test_every_written_argument_counts_a_version(spec: OpSpec, device: str) -> N
 
 @every_writing_op
 def test_other_arguments_and_gaps_are_not_written(spec: OpSpec, device: str) -> None:
-    """A write to a non-contiguous argument gives the same values as to a contiguous one and leaves gaps unchanged."""
+    """An op writes the same values into a non-contiguous argument as into a contiguous one, and not into gaps."""
     for layout in ("sliced", "padded", "offset", "transposed"):
         given = spec.sample_inputs(maker(device, torch.float32, layout=layout), (6, 33))
         for sample, usual in zip(given, spec.sample_inputs(maker(device, torch.float32), (6, 33)), strict=True):
@@ -47,7 +47,7 @@ def test_other_arguments_and_gaps_are_not_written(spec: OpSpec, device: str) -> 
 
 @every_writing_op
 def test_memory_that_overlaps_is_refused(spec: OpSpec, device: str) -> None:
-    """A written argument whose elements overlap, or that overlaps with another argument, is refused."""
+    """A call raises an error if a written argument shares memory with itself or with another argument."""
     sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
     for name, x in written(spec, sample).items():
         place = spec.names.index(name)

@@ -1,4 +1,4 @@
-"""Tests numeric options at the limits of the dtypes: a fake accepts and refuses the same values as the kernel."""
+"""Tests that fakes accept and reject the same values of numeric options as the kernels do, near the dtypes' limits."""
 
 import math
 from typing import Any
@@ -10,14 +10,14 @@ from tests.battery import calls_of_every_order, every_dtype, every_op, fake_mode
 from tests.checks import as_tuple, maker
 from tests.opspec import DTYPES, OpSpec
 
-# The largest and the smallest normal number of each dtype, and numbers that fit into one dtype but not another. For
-# example, 1e5 overflows float16, whose kernels take a softcap as float32.
+# Values of numeric options: each dtype's largest and smallest normal number, numbers in the range of some dtypes only,
+# and special values. Float16 kernels, for example, take 1e5, which overflows float16, as float32.
 LIMITS = [limit for dtype in DTYPES for limit in (torch.finfo(dtype).max, torch.finfo(dtype).tiny)]
 VALUES = [*LIMITS, 1e5, 1e-40, 1e-310, 0.0, 1.0, -0.5, math.inf, math.nan]
 
 
 def outcome(op: Any, args: tuple[Any, ...]) -> Any:
-    """Returns shapes, dtypes and strides of the results, or the message of the error."""
+    """Calls the operator. Returns the shapes, dtypes and strides of its results, or the message of a RuntimeError."""
     try:
         return [(tuple(x.shape), x.dtype, x.stride()) for x in as_tuple(op(*args))]
     except RuntimeError as error:
@@ -27,8 +27,8 @@ def outcome(op: Any, args: tuple[Any, ...]) -> Any:
 @every_op
 @every_dtype
 def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Fakes accept the same values as kernels for each number of each operator, backward included, in each dtype. The
-    no-grad overloads, whose checks are the same, are tested with float16 alone."""
+    """For each numeric argument of each operator of the op, also of backward, the fake accepts and rejects the same
+    values as the kernel. The no-grad overloads have the same checks and are tested in float16 only."""
     seen: set[tuple[str, str]] = set()
     for sample in spec.sample_inputs(maker(device, dtype), (3, 5)):
         for called, given, _ in calls_of_every_order(spec, sample, "contiguous").made:
@@ -47,7 +47,7 @@ def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtyp
                         real = outcome(op, (*args[:i], value, *args[i + 1 :]))
                         with mode:
                             fake = outcome(op, (*fakes[:i], value, *fakes[i + 1 :]))
-                        if spec.unknown_sizes:  # a fake cannot know a shape that depends on values
+                        if spec.unknown_sizes:  # a fake does not know a shape that depends on values
                             fake, real = (x if isinstance(x, str) else "no error" for x in (fake, real))
                         assert fake == real, f"{op} {argument.name}={value}: the fake {fake}, the kernel {real}"
     schema = getattr(torch.ops.extension_cpp, spec.name).default._schema

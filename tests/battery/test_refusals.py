@@ -34,7 +34,7 @@ def test_bad_input_gets_its_sentence(spec: OpSpec, device: str) -> None:
 
 
 def _on_meta(sample: ErrorSample) -> ErrorSample:
-    """Returns the same call on meta tensors. Tensors that share a storage still share one."""
+    """Returns a copy of the sample with meta tensors. Tensors that share a storage also do so in the copy."""
     storages: dict[int, torch.Tensor] = {}
 
     def one(x: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,8 @@ def _on_meta(sample: ErrorSample) -> ErrorSample:
 @every_op
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda", "meta"])
 def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> None:
-    """Fakes raise the same message as kernels for tensors without data. If a fake accepted such a call, torch.export
-    would succeed, and the exported program would fail at run time. A FakeTensor can be on "cuda" without a GPU."""
+    """For meta tensors and FakeTensors, a wrong call raises the kernel's message. If a fake accepted the call,
+    torch.export would succeed, and the exported program would fail at run time. FakeTensors on "cuda" need no GPU."""
     with FakeTensorMode() if fake_device != "meta" else contextlib.nullcontext():
         samples = list(spec.error_inputs("cpu" if fake_device == "meta" else fake_device))
         for sample in map(_on_meta, samples) if fake_device == "meta" else samples:
@@ -62,7 +62,7 @@ def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> Non
 
 
 def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
-    """Yields values of argument `name` that an operator must refuse, given its other arguments."""
+    """Yields wrong values of the argument `name`, whose right value is x, given the right values of the others."""
     if isinstance(x, list) and x and isinstance(x[0], torch.Tensor):
         yield from ([wrong, *x[1:]] for wrong in (x[0].cfloat(), x[0].int()) if x[0].is_floating_point())
     if isinstance(x, torch.Tensor):
@@ -88,8 +88,8 @@ def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
 
 @every_op
 def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
-    """A wrong argument of any operator raises a message that names the argument, in the kernel and in the fake. This
-    includes backward operators and no-grad overloads."""
+    """For a wrong argument of any operator of the op, the kernel and the fake raise the same message, which names the
+    argument. The operators include those of backward and the no-grad overloads."""
     refused = 0
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
@@ -114,7 +114,8 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_forward_mode_refuses_what_kernels_refuse(spec: OpSpec, device: str) -> None:
-    """Forward mode raises the kernel's errors. Its plain tensor operations alone would accept other arguments."""
+    """For dual tensors, a wrong call raises the kernel's message. Forward mode computes by plain PyTorch operations,
+    which by themselves would accept other arguments than the kernel."""
     for sample in spec.error_inputs(device):
         args = list(sample.args)
         places = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Tests which kernels every operator of this package registers, even operators that no spec reaches."""
+"""Tests for which dispatch keys every operator of this package has a kernel, even operators that no OpSpec calls."""
 
 import ast
 from pathlib import Path
@@ -24,13 +24,13 @@ def lacking(names: list[str], key: str) -> list[str]:
 
 
 def test_every_operator_says_what_autograd_does() -> None:
-    """Every operator has an Autograd kernel. Without one, the results of a non-differentiable operator seem to require
-    grad. register_autograd, register_not_differentiable and register_mutation each register one."""
+    """Every operator has an Autograd kernel, which register_autograd, register_not_differentiable or register_mutation
+    registers. Without one, the results of a non-differentiable operator would seem to require grad."""
     assert lacking(names(), "Autograd") == []
 
 
 def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> None:
-    """Every public op's entry in ops.py says what the op does with nested tensors and DTensors. NONE refuses them."""
+    """Every public op's entry in ops.py says what the op does with nested tensors and with DTensors."""
     calls = [node for node in ast.walk(ast.parse(Path(ops.__file__).read_text())) if isinstance(node, ast.Call)]
     entries = {
         call.args[0].value: {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -47,7 +47,7 @@ def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> Non
 
 
 def test_every_operator_that_writes_counts_versions() -> None:
-    """Operators that write increase version counters. Otherwise a backward could read overwritten values unnoticed."""
+    """Every operator that writes increases version counters. Without that, backward could read overwritten values."""
     writing = [name for name in names() if "!" in str(overload_of(name)._schema)]
     assert lacking(writing, "ADInplaceOrView") == []
     assert not set(names()) - set(writing) - set(lacking(names(), "ADInplaceOrView"))
@@ -58,14 +58,14 @@ def test_every_operator_has_a_fake() -> None:
 
 
 def test_every_operator_has_a_batching_rule() -> None:
-    """Every operator that does not write has a batching rule. Without one, vmap warns of a performance drop."""
+    """Every operator that writes no argument has a batching rule. Without one, vmap warns of a performance drop."""
     reading = [name for name in names() if "!" not in str(overload_of(name)._schema)]
     assert lacking(reading, "FuncTorchBatched") == []
 
 
 @every_differentiable_op
 def test_overloads_give_no_gradient(spec: OpSpec, device: str) -> None:
-    """A no-grad overload gives results without gradients, even for tensors that require grad."""
+    """The results of a no-grad overload do not require grad, even if its arguments do."""
     sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
     for op, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
         args = tuple(

@@ -1,4 +1,4 @@
-"""Tests memory, threads, streams and instruction sets. Every run gives the same bits, and only our kernels run."""
+"""Tests memory leaks, threads, CUDA streams and instruction sets, equal bits in every run, and which kernels run."""
 
 import ctypes
 import functools
@@ -45,8 +45,8 @@ VIEWS_AND_COPIES = {
 
 @pytest.mark.parametrize("spec", timed_specs(), ids=str)
 def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
-    """The profiler shows our ops and, of PyTorch's ops, only allocations, views and copies. On a GPU, the spec says how
-    many kernels run, for rows that one CTA processes and for rows that a cluster processes."""
+    """Of PyTorch's operators, an op calls only allocations, views and copies. On a GPU, it launches as many kernels as
+    its spec says, both for rows that one CTA processes and for rows that a cluster processes."""
     for shape in [(4096, 1024), (2100, 16384), (1100, 50304)] if device == "cuda" else [(300, 1024)]:
         sample = spec.bench.sample(maker(device, torch.float32), shape)
         outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
@@ -70,7 +70,7 @@ def _bits(x: torch.Tensor) -> memoryview:
 
 
 def _calls(spec: OpSpec, dtype: torch.dtype, device: str) -> list[Sample]:
-    """Returns calls with enough work for several threads or CTAs."""
+    """Returns samples with enough work for several threads on the CPU, or for several CTAs on a GPU."""
     shapes = [(300, 1025), (3, 100_001), (4099, 31)]
     if device == "cuda":
         shapes += [(300, 1024), (107, 50257)]
@@ -78,7 +78,7 @@ def _calls(spec: OpSpec, dtype: torch.dtype, device: str) -> list[Sample]:
 
 
 def _digest(spec: OpSpec, calls: list[Sample]) -> str:
-    """Returns a hash of the bits of all results and gradients."""
+    """Runs the samples, and returns a hash of the bits of all their results and gradients."""
     digest = hashlib.sha256()
     for sample in calls:
         for _, x in run(spec.function, sample, random_grad()).tensors():
@@ -93,7 +93,7 @@ def test_deterministic_at_any_number_of_threads(spec: OpSpec, dtype: torch.dtype
     try:
         digests = set()
         # PyTorch's matrix products on the CPU add in an order that depends on the number of threads. Ops with products
-        # therefore always run with two threads here, which other workers of xdist do not have (conftest.py).
+        # are therefore run twice with two threads.
         for threads in (2, 2) if spec.has_products else (1, 7, 7):
             torch.set_num_threads(threads)
             digests.add(_digest(spec, calls))
@@ -131,8 +131,8 @@ def _run_at_level(level: str, what: str) -> list[str]:
 
 
 def test_instruction_sets_agree() -> None:
-    """The baseline level is right, and the levels v3 and v4, which both have FMA, give the same bits. All other tests
-    run at the machine's own level."""
+    """The kernels for the baseline instruction set give right results. Those for v3 and v4, which both have fused
+    multiply-adds, give the same bits. All other tests run the kernels for the machine's own instruction set."""
     assert _run_at_level("baseline", "right") == ["level baseline"]
     if _run_at_level("v4", "level") != ["level v4"]:
         pytest.skip("this machine has no AVX-512, so that there is only one level with FMA")
@@ -171,7 +171,7 @@ def _allocated(device: str) -> int:
 
 @every_op
 def test_no_leak(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """Repeated calls, with strided inputs or with an error, leak less than 16 bytes per call on average."""
+    """Calls with strided inputs and calls that raise an error leak less than 16 bytes per pair of calls on average."""
     count = 1000 if request.config.getoption("--slow") else 400
     good = next(iter(spec.sample_inputs(maker(device, torch.float32, layout="sliced"), (8, 33))))
     bad = next(iter(spec.error_inputs(device)))
@@ -184,7 +184,7 @@ def test_no_leak(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
     for _ in range(50):
         call()
     gc.collect()
-    gc.freeze()  # exempts the objects that exist now from later collections
+    gc.freeze()  # later garbage collections skip the objects that exist now
     before = _allocated(device)
     for _ in range(count):
         call()
@@ -195,7 +195,7 @@ def test_no_leak(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
 @every_op
 def test_eight_python_threads(spec: OpSpec, device: str) -> None:
     calls = _calls(spec, torch.float32, device)
-    if device == "cpu":  # one shape is enough: threads meet in the shims, which run the same code for all shapes
+    if device == "cpu":  # one shape is enough, as the shims run the same code for all shapes
         calls = calls[: max(len(calls) // 3, 1)]
     expected = _digest(spec, calls)
     results: list[str] = []
@@ -209,7 +209,8 @@ def test_eight_python_threads(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_threads_launch_different_sizes(spec: OpSpec, device: str) -> None:
-    """A launch leaves the kernel's limits, such as its shared memory, large enough for launches in other threads."""
+    """Threads that launch a kernel with different sizes at the same time do not fail. Each launch sets limits of the
+    kernel, such as its shared memory, and must not lower those that another thread has set."""
     if device != "cuda":
         pytest.skip("kernels on the CPU have no limits that a launch sets")
     shapes = [(200, 1025), (40, 1032), (5, 1040), (30, 24_000), (30, 22_000)]
@@ -221,7 +222,7 @@ def test_threads_launch_different_sizes(spec: OpSpec, device: str) -> None:
 
     def repeat(first: int) -> None:
         try:
-            with torch.no_grad():  # calls the operator directly, which runs without Python's lock
+            with torch.no_grad():  # calls the operators themselves, which release the GIL
                 for number in range(first, first + 20 * len(calls)):
                     op, args, kwargs = calls[number % len(calls)]
                     op(*args, **kwargs)
@@ -238,7 +239,7 @@ def test_threads_launch_different_sizes(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
-    """Kernels run on PyTorch's current stream: results are right on a side stream and in the replay of a CUDA graph."""
+    """An op's kernels run on the current stream: results are right on a side stream and in a CUDA graph."""
     if device != "cuda":
         pytest.skip("CUDA streams need a GPU")
     sample = convert(next(iter(spec.sample_inputs(maker(device, torch.float32), (512, 1024)))), torch.float32)
@@ -249,12 +250,12 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
     with torch.no_grad(), torch.cuda.stream(stream):
         keep = x.clone()
         x.zero_()
-        torch.cuda._sleep(50_000_000)  # delays the stream, so that a kernel on another stream would read the zeros
+        torch.cuda._sleep(50_000_000)  # delays this stream, so that a kernel on another stream would read the zeros
         x.copy_(keep)
         results = as_tuple(spec.function(*sample.args, **sample.kwargs))
     stream.synchronize()
     assert all(map(torch.equal, results, expected))
-    if spec.unknown_sizes:  # the call copies a number to the host, which a CUDA graph cannot capture
+    if spec.unknown_sizes:  # such a call copies a number to the host, which no CUDA graph can capture
         return
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
@@ -271,13 +272,13 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_every_launch_is_on_the_current_stream(spec: OpSpec, device: str) -> None:
-    """All kernels of forward and backward run on PyTorch's current stream, also those of a second phase."""
+    """All kernels of forward and backward run on PyTorch's current stream, also in calls with several kernels."""
     if device != "cuda":
         pytest.skip("CUDA streams need a GPU")
     for shape in [(512, 1024), (300, 16384), (9, 50257)]:
         sample = next(iter(spec.sample_inputs(maker(device, torch.bfloat16), shape)))
         with torch.cuda.stream(torch.cuda.Stream()):
-            run(spec.function, sample, random_grad())  # lets PyTorch's libraries initialize first, on their own streams
+            run(spec.function, sample, random_grad())  # in a first run, PyTorch's libraries initialize on other streams
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 run(spec.function, sample, random_grad())
@@ -291,9 +292,8 @@ def test_every_launch_is_on_the_current_stream(spec: OpSpec, device: str) -> Non
 @every_op
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
-    """An op runs on the GPU of its tensors while another GPU is current. A launch without a device guard would fail,
-    because the second GPU's current stream is a side stream. Its default stream would run on the first GPU unnoticed.
-    """
+    """An op runs on its tensors' GPU while another GPU is current. The second GPU's current stream is a side stream, on
+    which a launch without a device guard fails. A default stream would run it on the first GPU unnoticed."""
     default = torch.cuda.current_stream(1)
     torch.cuda.set_stream(torch.cuda.Stream(1))  # makes the second GPU current
     try:

@@ -1,5 +1,5 @@
-"""Tests results that do not fit into the CPU's cache. Kernels write them with streaming stores, in blocks that begin at
-a cache line, and with the same bits. A second process assumes a cache of 0 bytes, so that it streams small tensors."""
+"""Tests that results written with streaming stores have the same bits as others. CPU kernels use streaming stores, in
+blocks of whole cache lines, for results larger than the cache. A second process here assumes a cache of 0 bytes."""
 
 import functools
 import hashlib
@@ -16,15 +16,15 @@ from tests.checks import maker, random_grad, run
 from tests.forked import python
 from tests.opspec import OpSpec, Sample
 
-# Rows that begin between two cache lines, and rows of whole cache lines.
+# Shapes whose rows do not begin at multiples of a cache line, and one with rows of whole cache lines.
 SHAPES = [(9, 331), (4, 1024), (2, 3, 5, 67)]
-DTYPES = (torch.float32, torch.bfloat16)  # the other dtypes have the same code with other block sizes
-# The bits of PyTorch's matrix products may depend on the number of threads, which the second process chooses itself.
+DTYPES = (torch.float32, torch.bfloat16)  # for other dtypes, only the block sizes differ
+# Ops without matrix products, whose bits may depend on the number of threads, which the second process chooses.
 WITHOUT_PRODUCTS = [spec for spec in SPECS if not spec.has_products]
 
 
 def digest_of(function: Callable[..., Any], sample: Sample) -> str:
-    """Returns a hash of all results and gradients."""
+    """Runs a sample, and returns a hash of its results and gradients."""
     digest = hashlib.sha256()
     for _, x in run(function, sample, random_grad()).tensors():
         digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -32,7 +32,7 @@ def digest_of(function: Callable[..., Any], sample: Sample) -> str:
 
 
 def digests(specs: Iterable[OpSpec] = WITHOUT_PRODUCTS) -> Iterator[str]:
-    """Yields a line for each call: the name of the op and the hash of its results and gradients."""
+    """Runs all samples of the specs, and yields for each a line with the op's name and a hash of its results."""
     for spec, dtype in itertools.product(specs, DTYPES):
         samples = (sample for shape in SHAPES for sample in spec.sample_inputs(maker("cpu", dtype), shape))
         for number, sample in enumerate(samples):
@@ -41,7 +41,7 @@ def digests(specs: Iterable[OpSpec] = WITHOUT_PRODUCTS) -> Iterator[str]:
 
 @functools.cache
 def streamed(function: str) -> list[str]:
-    """Returns the lines that a test function yields in a process in which all results are streamed."""
+    """Returns what the named function yields in a process that writes all results with streaming stores."""
     module, _, name = function.rpartition(".")
     script = f"from {module} import {name}\nprint(*{name}(), sep='\\n')"
     done = python("-c", script, cwd=ROOT, env={**os.environ, "EXTENSION_CPP_CPU_CACHE": "0"})

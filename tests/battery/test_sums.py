@@ -1,5 +1,5 @@
-"""Tests that sums over many rows accumulate in float32 or wider, also where partial sums meet. A sum in a half type
-would stop growing as soon as its terms are small in comparison."""
+"""Tests that sums over many rows, and over their partial sums, accumulate in float32 or float64. A sum in a half type
+would stop growing as soon as its terms are small in comparison with it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,13 @@ from tests.battery import every_dtype, every_op
 from tests.checks import convert, run
 from tests.opspec import Make, OpSpec, Sample
 
-ROWS, COLS = 20_000, 9  # 157 partial sums over rows (csrc/common/column_sums.h)
+ROWS, COLS = 20_000, 9  # the kernels make 157 partial sums over the rows (csrc/common/column_sums.h)
 
 
 def rows_of_one_sign(dtype: torch.dtype, device: str) -> Make:
-    """Returns a maker of tensors whose rows differ only by a positive factor. A norm then gives all rows the same
-    result, and all terms of a sum over rows have one sign. No column is near its row's mean, and float16 sums do not
-    overflow."""
+    """Returns a function make(shape) for tensors whose rows differ only by a positive factor. A norm then gives the
+    same result for all rows, and all terms of a sum over rows have the same sign. No element is near its row's mean,
+    and sums do not overflow in float16."""
 
     def make(shape: Sequence[int]) -> torch.Tensor:
         golden = (math.sqrt(5) - 1) / 2
@@ -29,8 +29,8 @@ def rows_of_one_sign(dtype: torch.dtype, device: str) -> Make:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    """Yields samples without random masks, which would give rows different results. A recurrence runs along the short
-    dimension, because its reference is a loop."""
+    """Yields samples without random masks, with which the results of the rows would differ. A recurrence runs along the
+    short dimension, because its reference is a slow loop."""
     make = rows_of_one_sign(dtype, device)
     if spec.name == "linear_recurrence" and spec.options:
         for of_a in spec.options.values["a"]:
@@ -44,9 +44,9 @@ def samples(spec: OpSpec, dtype: torch.dtype, device: str) -> Iterator[Sample]:
 @every_op
 @every_dtype
 def test_sums_over_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Each result and gradient that is smaller than the inputs is as exact as a tree of float32 sums that is rounded
-    once. A recurrence also rounds the terms of the gradient of a broadcast factor, because it stores them. In float64
-    the losses and the reference add the rows one by one."""
+    """Each result and gradient that is a sum over rows has the error of a float32 tree reduction, which is then rounded
+    to the dtype. For a recurrence it has one more rounding, because the terms of a broadcast factor's gradient are
+    stored in the dtype. In float64, the bound is that of adding all rows one by one, as losses and the reference do."""
     stored = 1 if spec.name == "linear_recurrence" else 0.5
     for sample in samples(spec, dtype, device):
         ours, exact = (

@@ -1,4 +1,4 @@
-"""Tests values for every shape, dtype and layout, also with overflow, cancellation, infinities and NaN."""
+"""Tests that results and gradients are right for many shapes and layouts, also with overflow, infinities and NaN."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ SHAPES = [
 @every_op
 @every_dtype
 def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str, request: pytest.FixtureRequest) -> None:
-    # The second dimension of a CUDA grid has at most 65535 blocks, so that 65536 rows exceed it.
+    # A CUDA grid has at most 65535 blocks along its second dimension, which 65536 rows exceed.
     many = 65536 if device == "cuda" or request.config.getoption("--slow") else 4099
     for shape in [*SHAPES, *((many, width) for width in (1, 7, 33))]:
         for sample in spec.sample_inputs(maker(device, dtype, seed=10 + len(shape)), shape):
@@ -55,30 +55,29 @@ def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str, re
 @every_op
 @every_dtype
 def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right for tensors that fill the GPU, at every width at which another kernel takes over. Other tests
-    have few rows, and test_norm_kernels.py has larger tensors for the norms."""
+    """Results are right for tensors large enough to fill the GPU, at widths that reach all kernels for such tensors."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     narrow = (8, 48, 200, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2304, 2560, 3072, 4096, 4608, 5120)
     wide = (6144, 7168, 8192, 10240, 12288, 16384, 20480, 32768, 36864, 45056)
     wider = (49152, 55296, 81920, 98304, 114688, 131072)
     between_lines = (24584, 49160, 50260, 65544)
-    uneven = (18432, 60000, 100000, 118000, 122880)  # some threads of a cluster have one vector more than others
+    uneven = (18432, 60000, 100000, 118000, 122880)  # some threads of a cluster load one vector more than other threads
     odd = (33, 129, 257, 385, 513, 641, 769, 1025, 1281, 1537, 2049, 2561, 3073, 3585, 4097, 5121, 6145, 8191)
     wide_odd = (8193, 10249, 14001, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
-    # The last CTA of a cluster gets no elements, in float32 and with a residual in a half type.
+    # The last CTA of a cluster gets no elements, in float32 and, at the second width, in a half type with a residual.
     last_block_empty = (30725, 61449)
     widths = (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty)
-    # PyTorch's matrix products choose their own kernels. One kernel of cuBLAS 13.0 leaves out the last 8 of 24584
-    # float16 features on an H200, even in torch.mm alone.
+    # Ops with matrix products are tested at three widths, because cuBLAS chooses their kernels. One kernel of cuBLAS
+    # 13.0 is wrong: it leaves out the last 8 of 24584 float16 features on an H200, even in torch.mm alone.
     for width in (1025, 4096, 50257) if spec.bench.flat or spec.has_products else widths:
-        # So many rows that the tensor is larger than in other tests, and that each cluster processes several rows.
+        # The number of rows makes the tensor larger than in other tests, and gives each cluster several rows.
         size = (17 if width <= 16384 else 10) << 20
         shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
-        # A spec yields no sample if its reference would take too long.
+        # The spec of an op with a slow reference yields no sample for such a shape.
         for sample in itertools.islice(spec.sample_inputs(maker(device, dtype), shape), 1):
             ours = check(spec, sample)
-            with torch.no_grad():  # calls the no-grad overload, which may leave out results
+            with torch.no_grad():  # calls the no-grad overload, which may return fewer outputs
                 outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
             for output, as_before in zip(outputs, ours.outputs, strict=True):
                 assert torch.equal(output, as_before), f"{spec.name} {shape}: without gradients"
@@ -87,7 +86,7 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 @every_op
 @every_dtype
 def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right for few rows, which other kernels take, and where a kernel changes its shape."""
+    """Results are right for few rows, for which the GPU uses other kernels or other numbers of threads per row."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     for rows, width in itertools.product((3, 132, 133, 513), (64, 256, 512, 1024, 2048, 4096, 8192, 16384)):
@@ -99,14 +98,13 @@ def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 @every_dtype
 def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str, request: pytest.FixtureRequest) -> None:
     """Results are right for every pair of an input layout and a grad_out layout. For example, .sum().backward() makes
-    an expanded grad_out. All dtypes share the code that reads strides. On the CPU the quick tier therefore has all
-    pairs only in float32, and pairs of equal layouts in the other dtypes.
-    """
+    an expanded grad_out. On the CPU, dtypes other than float32 are tested without --slow only with equal layouts,
+    because all dtypes share the code that reads strides."""
     pairs = list(itertools.product(LAYOUTS, LAYOUTS))
     if dtype is not torch.float32 and device == "cpu" and not request.config.getoption("--slow"):
         pairs = [pair for pair in pairs if len(set(pair)) == 1]
     for shape in [(6, 33), (3, 4, 33), (2, 3, 4, 37), (2, 64, 8, 8)]:
-        truths: dict[tuple[int, bool, bool], Expected] = {}  # only the expanded layout changes values
+        truths: dict[tuple[int, bool, bool], Expected] = {}  # of the layouts, only "expanded" changes values
         for layout, grad_layout in pairs:
             for number, sample in enumerate(spec.sample_inputs(maker(device, dtype, layout=layout), shape)):
                 values = (number, layout == "expanded", grad_layout == "expanded")
@@ -122,8 +120,8 @@ def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str, request: pyte
 @every_op
 @every_dtype
 def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str, request: pytest.FixtureRequest) -> None:
-    """Results are right if each operand of a call has its own layout. The quick tier has all pairs only in float32, as
-    in test_any_layout. In the other dtypes each layout comes first once and second once."""
+    """Results are right if the tensors of a call have two layouts in turn. On the CPU without --slow, dtypes other than
+    float32 have fewer pairs, in which each layout is once the first and once the second."""
     truths: dict[tuple[int, bool, bool], Expected] = {}
     pairs = list(itertools.permutations(LAYOUTS, 2))
     if dtype is not torch.float32 and device == "cpu" and not request.config.getoption("--slow"):
@@ -141,10 +139,10 @@ def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str, request: p
 
 
 @every_op
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # 16-byte vectors of 4 and of 8 elements
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # 4 and 8 elements per 16-byte vector
 def test_one_operand_in_another_layout(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right if a single input or grad_out has another layout, which decides whether a kernel may load
-    vectors. Rows of 12 elements are no multiple of a vector of a half type."""
+    """Results are right if a single input or grad_out has another layout. A kernel may load vectors only if all tensors
+    are aligned. Rows of 12 elements are not a multiple of a half type's 8-element vectors."""
     for shape in [(8, 12), (5, 264)] if device == "cuda" else [(8, 12)]:
         for sample in spec.sample_inputs(maker(device, dtype), shape):
             expected = expect(spec, sample)
@@ -169,7 +167,7 @@ def test_one_operand_in_another_layout(spec: OpSpec, dtype: torch.dtype, device:
 @every_op
 @every_dtype
 def test_rows_with_gaps(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right if three unused elements follow each row, so that some rows are not aligned to 16 bytes."""
+    """Results are right if three unused elements follow each row, so that most rows are not aligned to 16 bytes."""
     shapes = [(5, 33), (9, 256), *([(300, 1024), (135, 4096), (40, 16384), (9, 50257)] if device == "cuda" else [])]
     for shape in shapes:
         for sample in spec.sample_inputs(maker(device, dtype, layout="padded"), shape):
@@ -182,15 +180,14 @@ def test_rows_with_gaps(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_nan_and_inf_at_each_position(
     spec: OpSpec, dtype: torch.dtype, value: float, device: str, request: pytest.FixtureRequest
 ) -> None:
-    """A NaN or an infinity reaches the same results as in the reference. 67 columns are two blocks and a tail on the
-    CPU, and vectors and a tail on the GPU. If an input is infinite and the reference's formula gives inf * 0, the op
-    may return the finite limit. In float32, NaN is put into every position; the quick tier tries other cases in
-    some."""
+    """If one element of an input is NaN or infinite, the results are NaN or infinite where the reference's are. If the
+    reference computes inf * 0, the op may return the finite limit. A row of 67 columns has two blocks and a tail on the
+    CPU, and vectors and a tail on a GPU. Without --slow, only a NaN in float32 is put into every column."""
     slow = request.config.getoption("--slow")
     for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (2, 67))):
         for x in leaves(sample):
             everywhere = number == 0 and dtype is torch.float32 and (value != value or slow)
-            first = x.numel() if slow or x.dim() < 2 else x.shape[-1]  # all rows take the same code
+            first = x.numel() if slow or x.dim() < 2 else x.shape[-1]  # the same code handles all rows
             step = 22 if dtype is torch.float32 or slow else 66
             places = {*range(0, x.numel(), step), *range(first if everywhere else 0)}  # includes columns 0 and 66
             for index in sorted(places):
@@ -208,8 +205,7 @@ def test_nan_and_inf_at_each_position(
 def test_hostile_numbers(
     spec: OpSpec, dtype: torch.dtype, device: str, mean: float, spread: float, request: pytest.FixtureRequest
 ) -> None:
-    """Results are right for values far from 1: overflow, denormals, and both ends of exp. On a GPU, aligned rows take
-    another kernel, so that both are tested."""
+    """Results are right for overflow, subnormal numbers and both ends of exp's range, on a GPU also in aligned rows."""
     slow = request.config.getoption("--slow")
     rows = 33 if slow else 9
     for width in (1025, 1024) if slow or device == "cuda" else (1025,):
@@ -222,12 +218,13 @@ def test_rows_of_minus_infinity(spec: OpSpec, device: str) -> None:
     for width in (64, 65):
         for sample in spec.sample_inputs(maker(device, torch.float32), (3, width)):
             sample.args[0].detach()[1] = -float("inf")
-            # Where one row is all of x, PyTorch's fused rms_norm on a GPU makes NaN of a finite number times 0.
+            # `limits` is set for a norm over all of x, for which PyTorch's fused rms_norm on a GPU, the reference,
+            # computes NaN for a finite number times 0.
             check(spec, sample, limits=True)
 
 
 def last_rows(sample: Sample, rows: int, count: int) -> Sample:
-    """Returns the sample with only the last `count` rows of each tensor that has `rows` rows."""
+    """Returns a copy of the sample in which each tensor of `rows` rows has only its last `count` rows."""
 
     def cut(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.shape[:1] != (rows,):
@@ -238,7 +235,7 @@ def last_rows(sample: Sample, rows: int, count: int) -> Sample:
 
 
 def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict[str, torch.Tensor]:
-    """Returns the last rows of results and of gradients of inputs with `rows` rows. Only these stay in memory."""
+    """Runs the sample. Returns the last `count` of `rows` rows of its results and gradients, and frees the others."""
 
     def last(x: torch.Tensor) -> torch.Tensor:
         return x.detach()[-count:].clone() if x.shape[:1] == (rows,) else x.detach()
@@ -253,7 +250,7 @@ def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict
 
 
 def differences(spec: OpSpec, sample: Sample, rows: int, count: int) -> list[str]:
-    """Returns the names of results and gradients whose last rows differ from a call with only these rows."""
+    """Returns the names of results and gradients whose last rows differ from those of a call with only these rows."""
     many = results_of_last(spec, sample, rows, count)
     few = results_of_last(spec, last_rows(sample, rows, count), count, count)
     return [name for name in many if not torch.equal(many[name], few[name])]
@@ -263,17 +260,17 @@ def differences(spec: OpSpec, sample: Sample, rows: int, count: int) -> list[str
 @pytest.mark.slow
 @pytest.mark.parametrize("cols", [1 << 16, 50257])
 def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) -> None:
-    """Indices are 64-bit: the last rows of a tensor of more than 2^31 elements have the results of a call with only
-    these rows. A GPU also runs more than 2^32 elements, with a row width that does not divide 2^32. Samples whose rows
-    depend on each other are left out, as a small tensor shows."""
+    """In a tensor of more than 2^31 elements, the last rows have the results of a call with only these rows. On a GPU,
+    this is also tested with more than 2^32 elements, with a row width that does not divide 2^32. Samples in which a
+    row's result depends on other rows, as a small tensor shows, are left out."""
     if spec.positional:
         pytest.skip("no small tensor has these elements' masks: test_dropout.py and test_fused_norm.py have this test")
     if spec.has_products:
         pytest.skip("its matrix products and their memory are PyTorch's")
     if cols != 1 << 16 and device == "cpu":
         pytest.skip("the CPU's kernels count in int64 alone, and 2^32 elements take minutes")
-    few = 64  # so many rows that a kernel uses as many threads per row as for all rows, and sums in the same order
-    # A multiple of `few`, as 3 * few is: the last rows then have the same alignment and are summed in the same order.
+    few = 64  # with fewer rows, a kernel might use more threads per row and sum in another order
+    # `many` is a multiple of `few`, as 3 * few is, so that the last rows are aligned and summed in the same way.
     many = ((1 << 31 if cols == 1 << 16 else 1 << 32) // cols // few + 1) * few
     generator = torch.Generator().manual_seed(0)
     last = torch.randn(few, cols, generator=generator).bfloat16().to(device)
@@ -286,12 +283,12 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
             x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
             return x.requires_grad_(device == "cuda")
 
-        # The dimension of size 1 separates rows in norms over two dimensions. cross_entropy has classes in dimension 1.
+        # The dimension of size 1 separates rows in norms over two dimensions. In cross_entropy, dimension 1 is classes.
         return spec.sample_inputs(make, (rows, cols) if spec.name == "cross_entropy" else (rows, 1, cols))
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]
     compared = 0
-    for number, sample in enumerate(samples(many)):  # a spec may yield fewer samples where its reference is slow
+    for number, sample in enumerate(samples(many)):  # these may be fewer samples, if the op's reference is slow
         if number in apart:
             assert differences(spec, sample, many, few) == [], f"sample {number}"
             compared += 1
