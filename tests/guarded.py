@@ -61,10 +61,9 @@ def run_samples(spec: OpSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 def forward_and_backward(spec: OpSpec, sample: Sample) -> None:
-    outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
-    grad_out = random_grad()
+    outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]
     if inputs := leaves(sample):
-        torch.autograd.grad(outputs, inputs, [grad_out(output) for output in outputs])
+        torch.autograd.grad(outputs, inputs, list(map(random_grad(), outputs)), allow_unused=True)
 
 
 def main() -> int:
