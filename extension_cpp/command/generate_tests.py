@@ -206,7 +206,7 @@ def _errors(operator: Operator) -> list[str]:
 
 def test(operator: Operator) -> str:
     """A test of what the options said: the dtypes of one call's results."""
-    text = f'"""What only {operator.name} promises. tests/battery tests what every op promises."""\n\n'
+    text = f'"""Tests properties that only {operator.name} has. tests/battery tests what every op must have."""\n\n'
     text += "import pytest\nimport torch\n\nimport extension_cpp\n"
     text += f"from tests.specs.{operator.name} import sample_inputs\n\n\n"
     text += (
