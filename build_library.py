@@ -65,7 +65,7 @@ NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 # Several sources are compiled as one file, up to this many bytes. Compiled alone, a .cu takes 2 s more for CUDA's
 # headers, and a shim half a second more for PyTorch's templates. A larger folder's files are compiled alone.
-TOGETHER = 45_000
+TOGETHER = 48_000
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
 # late, no writable memory without need (full RELRO), and a stack that cannot be executed. The guard protects the shims,

@@ -510,6 +510,7 @@ def test_a_new_package_with_the_newest_torch(tmp_path, device):
         python_of_all = [f"PYTHON={tmp_path / scaffold.OP_KINDS[0] / '.venv' / 'bin' / 'python'}"]
 
 
+@pytest.mark.slow
 def test_commands_of_an_installed_wheel(tree, tmp_path):
     """An installed wheel contains all that new-package needs. `new` fails there, because there is no source tree."""
     pack = ["setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path]  # pip calls the same, but takes longer

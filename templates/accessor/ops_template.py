@@ -29,7 +29,7 @@ _ops = torch.ops.kernel_template
 
 
 def reference(x: Tensor) -> Tensor:
-    """Computes kernel_template in plain PyTorch. It documents the op, and the test compares with it in float64."""
+    """Computes kernel_template in plain PyTorch. The test compares the op with it in float64."""
     return x * x
 
 

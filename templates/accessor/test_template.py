@@ -1,4 +1,4 @@
-"""Compares kernel_template with its reference in float64, forward and backward. pytest -s prints the errors."""
+"""Compares kernel_template with its reference in float64. pytest -s prints the errors."""
 
 import pytest
 import torch

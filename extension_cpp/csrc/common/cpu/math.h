@@ -3,7 +3,7 @@
  *
  * exp(x) = 2^n * p(r), with n = round(x / ln 2) and r = x - n ln 2, so that |r| <= ln2/2. The
  * product n ln 2 is subtracted in two parts to keep its digits (Cody and Waite). The polynomial p
- * minimises the relative error on that interval (fpminimax in scripts/exp_polynomial.sollya). */
+ * minimises the relative error on that interval (fpminimax in exp_polynomial.sollya). */
 #ifndef EXTENSION_CPP_CPU_MATH_H
 #define EXTENSION_CPP_CPU_MATH_H
 
@@ -44,7 +44,7 @@ ALWAYS_INLINE float exp_scaled_float(float x) {
 
 /* Does the same as exp_scaled_float, with the accuracy that 16-bit results need. As 2^(x / ln 2),
  * it takes a third fewer operations. The relative error is 2^-18.4 + 1.25 |x| 2^-24, and less with
- * FMA (scripts/exp2_polynomial.sollya). */
+ * FMA (exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp_scaled_short_float(float x) {
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* its low bits are n + 64 */
   const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 64) - shifted);
@@ -84,7 +84,7 @@ ALWAYS_INLINE float exp_softmax_float(float x) {
 }
 
 /* Returns 2^r for |r| <= 1/2. The relative error is 2^-22.7 with degree 5 and 2^-18.4 with degree
- * 4, which suffices for 16-bit types (scripts/exp2_polynomial.sollya). */
+ * 4, which suffices for 16-bit types (exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp2_polynomial(float r, int degree) {
   float p;
   if (degree == 5) {
@@ -156,7 +156,7 @@ ALWAYS_INLINE double exp2_parts_double(double x, int degree, double *power) {
 #define EXP_ZERO(x) _Generic((x), float : exp_zero_float, double : -750.0)
 
 /* Returns log(x) for normal x > 0. NaN stays NaN. x = 2^n (1 + r) with |log(1 + r)| <= ln2/2
- * (scripts/log_polynomial.py). */
+ * (log_polynomial.py). */
 ALWAYS_INLINE float log_float(float x) {
   const uint32_t above = float_bits(x) - 0x3f3504f3; /* 0x3f3504f3 are the bits of sqrt(1/2) */
   const float n = (float)((int32_t)above >> 23);
