@@ -259,6 +259,17 @@ def test_nothing_may_be_saved() -> None:
     assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
 
 
+def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() -> None:
+    """The second sample has another value of each number, whatever the default is. A tensor like another one, which is
+    not the first, has that one's shape."""
+    words = "f(Tensor x, Tensor y, Tensor z, bool off=False, bool on=True, int count=2, float by=0.25) -> Tensor"
+    text = generate_tests.spec(operator_of(words, "--role", "x=[*, n]", "y=[3, heads]", "z=like:y"))
+    for line in ("off = (False, True)", "on = (True, False)", "count = (2, 3)", "by = (0.25, 0.5)"):
+        assert line in text
+    made = dict(re.findall(r"(y|z) = make\((.*?)\)\n", text))
+    assert made["z"] == made["y"] != "shape"
+
+
 def test_specs_say_that_results_are_saved_and_whether_lines_decide_lines() -> None:
     saving = {name for name, words in PLANTED.items() if "saves_results" in generate_tests.spec(operator_of(*words))}
     whole = {name for name, words in PLANTED.items() if "by_lines=False" in generate_tests.spec(operator_of(*words))}

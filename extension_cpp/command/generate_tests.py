@@ -5,7 +5,8 @@ from .roles import Operand, Operator, parts, words_of
 from .schema import Argument
 
 VALUES = {"int": "1", "SymInt": "2", "float": "0.5", "bool": "True"}
-OTHERS = {"int": "2", "SymInt": "1", "float": "0.25", "bool": "False"}  # in the second sample
+# The values for the second sample, of which the first one is taken that the first sample has not.
+OTHERS = {"int": ("2", "3"), "SymInt": ("1", "2"), "float": ("0.25", "0.5"), "bool": ("False", "True")}
 
 
 def spec(operator: Operator) -> str:
@@ -66,7 +67,12 @@ def _is_by_lines(operator: Operator) -> bool:
 def _other(number: Argument, operator: Operator) -> str:
     """The value of a number in the second sample. An index stays below a larger one."""
     bounds = any(number.name == each.below for each in operator.operands.values())
-    return "3" if bounds else OTHERS[number.type]
+    return "3" if bounds else next(value for value in OTHERS[number.type] if value != _first(number))
+
+
+def _first(number: Argument) -> str:
+    """Returns the value of a number in the first sample."""
+    return number.default if number.default not in (None, "None") else VALUES[number.type]
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
@@ -131,11 +137,11 @@ def _sample(operator: Operator) -> list[str]:
     for each in operator.schema.arguments:
         operand = operator.operands.get(each.name)
         if operand is None:
-            value = each.default if each.default not in (None, "None") else VALUES[each.type]
-            numbers.append(f"{each.name} = ({value}, {_other(each, operator)})[number]")
+            numbers.append(f"{each.name} = ({_first(each)}, {_other(each, operator)})[number]")
             made.append(each.name)
             continue
-        shape = "shape" if operand is first and not _has_number(first) else _shape(operand, known)
+        sized = operator.operands.get(operand.shape.rpartition(" ")[2], operand)  # "like key" has the shape of key
+        shape = "shape" if sized is first and not _has_number(first) else _shape(sized, known)
         lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
         made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
     return [*numbers, *lines, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
