@@ -1,6 +1,7 @@
-"""What the files of an operator that `new --schema` writes share, and its header and kernels.
+"""Generates the header and the kernels of an operator for `new --schema`.
 
-The kernels compile and loop, and write zeros. `make format` lays the C code out.
+The module also has the functions that the generators of the other files share. The generated kernels compile, and
+write zeros into all outputs. tree.laid_out() formats the C code later.
 """
 
 from collections.abc import Iterable
@@ -9,19 +10,19 @@ from dataclasses import dataclass, replace
 from .roles import C_TYPES, Operand, Operator, parts, words_of
 from .schema import Argument
 
-# Found by tests/checks.py, which names the line where a result is wrong.
+# Marks the place for the formula. If a result is wrong, tests/judge.py names the lines that still have this mark.
 MARK = "WRITE THE FORMULA HERE: so far these are zeros."
 NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}
 
 
 def _names_of(operand: Operand) -> dict[str, None]:
-    """The names in its shape, in their order."""
+    """Returns the names of sizes in an operand's shape pattern, in their order there, as keys of a dictionary."""
     return dict.fromkeys(word for word in words_of(operand.shape) if word != "*" and not word.isdigit())
 
 
 @dataclass
 class Launch:
-    """One kernel: what it reads and writes."""
+    """Describes the tensors that one kernel reads and writes."""
 
     operator: Operator
     direction: str  # forward or backward
@@ -38,7 +39,10 @@ class Launch:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """The names in the shapes of its tensors, and of the gradients, each with its size in the shim."""
+        """Returns a dictionary from the sizes that the shape patterns name to their C++ expressions in the shim.
+
+        Backward also knows the named sizes of a tensor with a gradient that is not saved.
+        """
         checked = self.operator.operands.values() if self.direction == "forward" else self.inputs
         found = {word: f'match.size("{word}")' for each in checked if not each.is_optional for word in _names_of(each)}
         for each in [self.operator.operands[name] for name in self.operator.sizes_of]:
@@ -66,15 +70,19 @@ def launches(operator: Operator) -> list[Launch]:
 
 
 def saved(operator: Operator) -> list[Operand]:
-    """The operands and results that backward reads, in the order of its schema."""
+    """Returns the operands and results that are saved for backward, in the order of backward's schema."""
     return [operator.operands.get(name) or _saved_result(name, operator) for name in operator.saved]
 
 
 def backward_inputs(operator: Operator) -> list[Operand]:
-    """What backward reads, in the order in which it is checked. The first decides dtype and device of the others."""
+    """Returns the tensors that backward reads, in the order in which it checks them.
+
+    The other tensors are checked against the dtype and device of the first one.
+    """
     found = sorted([*saved(operator), *grads_out(operator)], key=lambda each: each.dtype != "same" or each.is_optional)
     names = {each.name for each in found}
-    # A tensor that is not saved has the sizes of the gradient of a result of its shape.
+    # The pattern "like x" may name a tensor x that is not saved. If a result has the shape of x, the pattern names the
+    # gradient of that result instead.
     like = {each.shape: f"grad_{each.name}" for each in operator.differentiable_results}
     for place, each in enumerate(found):
         relation, _, of = each.shape.rpartition(" ")
@@ -89,7 +97,7 @@ def _saved_result(name: str, operator: Operator) -> Operand:
 
 
 def grads_out(operator: Operator) -> list[Operand]:
-    """The gradients of results, which backward gets."""
+    """Returns the gradients of the differentiable results, which are inputs of backward."""
     saved_results = {each.name for each in operator.differentiable_results if each.name in operator.saved}
     return [
         Operand(f"grad_{each.name}", each.dtype, f"like {each.name}" if each.name in saved_results else "")
@@ -98,13 +106,13 @@ def grads_out(operator: Operator) -> list[Operand]:
 
 
 def in_backward(operator: Operator) -> dict[str, str]:
-    """The sizes that backward knows, of tensors by their names."""
+    """Returns a dictionary from the operands whose sizes backward knows to the C++ expressions of these sizes."""
     known = {name: f"{name}.sizes()" for name in operator.saved if name in operator.operands}
     return known | {name: f"{name}_sizes" for name in operator.sizes_of}
 
 
 def tensors_in(expression: str, operator: Operator) -> set[str]:
-    """The operands whose sizes a shape has."""
+    """Returns the operands whose sizes a shape expression uses, directly or through the shape of a result."""
     found: set[str] = set()
     for part in parts(expression, operator):
         if part.tensor in operator.results:
@@ -184,7 +192,7 @@ def _fields(launch: Launch) -> list[str]:
 
 
 def _pointers(launch: Launch, args: str, cast: str) -> list[str]:
-    """Locals of the tensors' types."""
+    """Returns the C declarations of local pointers to the elements of the tensors."""
     found = []
     for each in launch.tensors:
         kind = ("" if each in launch.outputs else "const ") + C_TYPES[each.dtype] + " *"

@@ -1,4 +1,4 @@
-"""The Python files of an operator that `new --schema` writes."""
+"""Generates the Python code of an operator for `new --schema`, and its text in docs/ops.md."""
 
 import re
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ def _matches(op: str, operands: list[Operand]) -> list[str]:
 
 
 def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
-    """A shape as a Python expression. `known` has the sizes of tensors, by their names."""
+    """Translates a shape expression to Python. `known` maps names of tensors to Python expressions of their sizes."""
     made = [_python_part(part, operator, known) for part in parts(expression, operator)]
     if len(made) == 1 and made[0].startswith("*"):
         return made[0][1:]
@@ -77,7 +77,7 @@ def body(texts: Iterable[str]) -> str:
 
 
 def docstring(operator: Operator) -> str:
-    """What the public function promises; the first sentence and the formula are the user's."""
+    """Returns the docstring of the public function. The user still has to write its first sentence and the formula."""
     text = f"{operator.name}: write what it computes, and the formula.\n\nArgs:\n"
     for each in operator.schema.arguments:
         operand = operator.operands.get(each.name)
@@ -131,7 +131,7 @@ def functional(operator: Operator) -> str:
     text += _fake(operator)
     if operator.grads:
         text += _backward_fake(operator) + _setup_context(operator) + _backward(operator) + _plain(operator)
-    if "torch." in text.replace("torch.fx", ""):  # which a comment names
+    if "torch." in text.replace("torch.fx", ""):  # the generated comment about torch.fx needs no import
         text = text.replace("from torch import Tensor\n", "import torch\nfrom torch import Tensor\n")
     return text.rstrip("\n") + "\n"
 
@@ -155,7 +155,7 @@ def _fake(operator: Operator) -> str:
 
 
 def _checks_of_memory(written: Operand, operator: Operator) -> list[str]:
-    """Those of check_writable and check_no_partial_overlap in the shim."""
+    """Returns the statements that check the memory of a written argument in the fake, as the shim does."""
     others = [each for each in operator.operands.values() if each is not written and not each.is_optional]
     texts = [f'checks.check_writable("{operator.name}", {_named(written)})']
     texts += [
@@ -167,7 +167,7 @@ def _checks_of_memory(written: Operand, operator: Operator) -> list[str]:
 
 
 def _named(operand: Operand) -> str:
-    """A tensor behind its name. Of a list it is that at i."""
+    """Returns two Python arguments: a tensor's name, and the tensor. For a list, they are those of element i."""
     name = operand.name
     return f'f"{name}[{{i}}]", {name}[i]' if operand.is_list else f'"{name}", {name}'
 
@@ -227,7 +227,10 @@ def _setup_context(operator: Operator) -> str:
 
 
 def _lacks_some_grads(operator: Operator) -> bool:
-    """Whether autograd gives None for gradients: of results that are not differentiable it would allocate zeros."""
+    """Returns whether exactly one of several results is differentiable.
+
+    If so, backward gets None and not zeros as the gradients of the other results, which saves their allocation.
+    """
     return len(operator.differentiable_results) == 1 < len(operator.results)
 
 
@@ -260,7 +263,7 @@ def _plain(operator: Operator) -> str:
 
 
 def entry(operator: Operator) -> str:
-    """The operator's section of ops.py."""
+    """Returns the operator's section of ops.py, which registers it."""
     name = operator.name
     module = f"{name}_functions"
     text = f'# ---- {name} ----\n\nregister(\n    "{name}",\n    fake={module}.{name}_fake,\n'
@@ -274,14 +277,17 @@ def entry(operator: Operator) -> str:
 
 
 def reference(operator: Operator, file: str, line: int) -> str:
-    """The function for reference.py. It stands at this line, and says so until it is written."""
+    """Returns the function for reference.py, whose `def` is at `line` of the file.
+
+    Until the user writes the formula there, a call raises an error that names the file and the line of the body.
+    """
     results = _results_type(len(operator.results), operator.schema.gives_lists)
     text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {results}:\n"
     return text + f'    raise NotImplementedError("write the formula of {operator.name} in {file}:{line + 1}")\n'
 
 
 def stub(operator: Operator) -> str:
-    """The types of its functions in _ops.pyi, which has those with a no-grad overload."""
+    """Returns the text for _ops.pyi: the types of the op's functions if they have no-grad overloads, else nothing."""
     if not operator.grads:
         return ""
     count = len(operator.results)
@@ -299,7 +305,7 @@ def stub(operator: Operator) -> str:
 
 
 def documents(operator: Operator) -> tuple[str, str]:
-    """The row and the section of docs/ops.md, as `make docs` writes them."""
+    """Returns the operator's row and section of docs/ops.md, in the format of `make docs`."""
     name = operator.name
     parameters = (each.name + (f"={each.default}" if each.default else "") for each in operator.schema.arguments)
     call = f"{name}({', '.join(parameters)})"

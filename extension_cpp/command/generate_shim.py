@@ -1,4 +1,4 @@
-"""The shim of an operator that `new --schema` writes: schemas, checks, allocation and registration."""
+"""Generates the shim of an operator for `new --schema`: schemas, checks, allocation and registration."""
 
 from .generate import (
     NUMBER_TYPES,
@@ -28,7 +28,7 @@ SCALAR_TYPES = {
 
 
 def cpp_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
-    """A shape as a C++ expression. `known` has the sizes of tensors, by their names."""
+    """Translates a shape expression to C++. `known` maps names of tensors to C++ expressions of their sizes."""
     made = [_cpp_part(part, operator, known) for part in parts(expression, operator)]
     return made[0] if len(made) == 1 and made[0][0] != "{" else f"joined({{{', '.join(made)}}})"
 
@@ -36,7 +36,7 @@ def cpp_shape(expression: str, operator: Operator, known: dict[str, str]) -> str
 def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
     if not part.tensor:
         return f"{{{part.number.replace('?', 'unknown_size')}}}"
-    if part.tensor not in known:  # a result: its own expression
+    if part.tensor not in known:  # it is a result, whose shape is again an expression
         return cpp_shape(operator.results[part.tensor].shape, operator, known)
     sizes = known[part.tensor]
     if part.is_size:
@@ -62,7 +62,10 @@ def _scalar(operand: Operand) -> str:
 
 
 def _parameter(operand: Operand, of_list: bool = False) -> str:
-    """`of_list`: a list itself, and not the tensor of it that one launch gets."""
+    """Returns the declaration of a C++ parameter.
+
+    For a list, the parameter is the whole list if `of_list`, and otherwise the one tensor of it that a launch gets.
+    """
     is_list = of_list and operand.is_list
     kind = "std::optional<Tensor>" if operand.is_optional else "std::vector<Tensor>" if is_list else "Tensor"
     return f"const {kind} &{operand.name}"
@@ -92,7 +95,10 @@ def _pointer(tensor: Operand, is_input: bool) -> str:
 
 
 def _call(launch: Launch, items: str, returned: str) -> str:
-    """From the early return to the launch."""
+    """Returns the statements from the early return for empty outputs to the launch and the copies after it.
+
+    The copies bring the results back into written arguments that are not contiguous.
+    """
     empty = " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
     text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n" + _arguments(launch, items)
     text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
@@ -105,9 +111,12 @@ def _launch(launch: Launch) -> str:
 
 
 def _arguments(launch: Launch, items: str) -> str:
-    """Dense copies, and the struct without pointers to what is written."""
+    """Returns the statements that make the tensors contiguous and fill the argument struct.
+
+    They do not set the pointers to outputs, which may not be allocated yet.
+    """
     text = ""
-    for each in launch.inputs:  # a local: a copy must live until the launch
+    for each in launch.inputs:  # each in a local variable, because a copy must live until the launch
         if each.is_optional:
             text += f"  const std::optional<Tensor> {each.name}_dense =\n      {each.name} ? "
             text += f"std::optional<Tensor>({_dense(each, launch)}) : std::nullopt;\n"
@@ -125,9 +134,13 @@ def _arguments(launch: Launch, items: str) -> str:
 
 
 def _dense(tensor: Operand, launch: Launch) -> str:
-    """An input as the kernel reads it: contiguous and, if it broadcasts to another tensor, of that one's shape."""
+    """Returns the C++ expression of an input as the kernel reads it.
+
+    The input is contiguous. If its pattern is "broadcasts to x", it is also expanded to the shape of x.
+    """
     given = f"*{tensor.name}" if tensor.is_optional else tensor.name
-    shape = tensor.shape or launch.operator.operands.get(tensor.name, tensor).shape  # backward may not check it
+    # backward_inputs() leaves a shape empty that backward cannot check. The operand itself still has it.
+    shape = tensor.shape or launch.operator.operands.get(tensor.name, tensor).shape
     relation, _, of = shape.rpartition(" ")
     sizes = {each.name: f"{each.name}.sizes()" for each in launch.tensors if not each.is_optional}
     if launch.direction == "backward":
@@ -138,7 +151,7 @@ def _dense(tensor: Operand, launch: Launch) -> str:
 
 
 def _items(operator: Operator, launch: Launch) -> str:
-    """How many work items a launch has."""
+    """Returns the C++ expression of the number of work items of a launch."""
     if operator.work == "flat" or launch.direction == "backward":
         numels = [f"{each.name}.numel()" for each in launch.outputs]
         return numels[0] if len(numels) == 1 else f"std::max({{{', '.join(numels)}}})"
@@ -157,7 +170,7 @@ def _matches(operands: list[Operand]) -> str:
 
 
 def _checks(operator: Operator) -> str:
-    """The op's name and its checks."""
+    """Returns the statements that declare the op's name and check the arguments."""
     text = f'  const char *op = "{operator.name}";\n  Match match(op);\n' + _matches(list(operator.operands.values()))
     for each in operator.operands.values():
         if each.below:
@@ -175,13 +188,13 @@ def _checks(operator: Operator) -> str:
 
 
 def _named(operand: Operand) -> str:
-    """A tensor behind its name. Of a list it is that at i."""
+    """Returns two C++ arguments: a tensor's name, and the tensor. For a list, they are those of element i."""
     name = operand.name
     return f'("{name}" + place).c_str(), {name}[i]' if operand.is_list else f'"{name}", {name}'
 
 
 def _one_call(operator: Operator) -> str:
-    """The results and the launch."""
+    """Returns the statements that allocate the results, launch the kernel and return the results."""
     made = ""
     for result in operator.results.values():
         shape = cpp_shape(result.shape, operator, of_operands(operator))
@@ -252,7 +265,10 @@ def _backward(operator: Operator) -> str:
 
 
 def _gradient(name: str, made: Operand, operator: Operator, like: str) -> str:
-    """The allocation of a gradient. That of a tensor that is None has no elements."""
+    """Returns the C++ expression that allocates the gradient of operand `name`.
+
+    If an optional operand is None in a call, its gradient has no elements.
+    """
     is_saved = name not in operator.sizes_of
     if not made.is_optional:
         return f"allocate({f'{name}.sizes()' if is_saved else f'{name}_sizes'}, {_scalar(made)}, {like})"

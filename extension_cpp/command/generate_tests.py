@@ -1,11 +1,12 @@
-"""The spec and the test of an operator that `new --schema` writes."""
+"""Generates the spec and the test of an operator for `new --schema`."""
 
 from .generate_python import body
 from .roles import Operand, Operator, parts, words_of
 from .schema import Argument
 
+# The values of number arguments by type. The first sample has the default, or VALUES without one. The second has the
+# first of OTHERS that differs from it.
 VALUES = {"int": "1", "SymInt": "2", "float": "0.5", "bool": "True"}
-# The values for the second sample, of which the first one is taken that the first sample has not.
 OTHERS = {"int": ("2", "3"), "SymInt": ("1", "2"), "float": ("0.25", "0.5"), "bool": ("False", "True")}
 
 
@@ -52,7 +53,10 @@ def spec(operator: Operator) -> str:
 
 
 def _is_by_lines(operator: Operator) -> bool:
-    """Whether a line of the first tensor decides a line of each result, as far as shapes tell."""
+    """Returns whether each row of the results may depend on the same row of the first tensor alone.
+
+    The answer follows from the shapes. The formula is not known here.
+    """
     first, *others = operator.operands.values()
     words = words_of(first.shape)
     fits = (f"like {first.name}", f"broadcasts to {first.name}", f"[{words[-1]}]" if words else "")
@@ -65,7 +69,11 @@ def _is_by_lines(operator: Operator) -> bool:
 
 
 def _other(number: Argument, operator: Operator) -> str:
-    """The value of a number in the second sample. An index stays below a larger one."""
+    """Returns the value of a number in the second sample, which is also its other value in test_options.py.
+
+    A number that bounds the values of an index is 3. With 1, the index of the first sample could be out of bounds, and
+    test_options.py uses that index with this number.
+    """
     bounds = any(number.name == each.below for each in operator.operands.values())
     return "3" if bounds else next(value for value in OTHERS[number.type] if value != _first(number))
 
@@ -76,7 +84,7 @@ def _first(number: Argument) -> str:
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
-    """The results as the battery sees them: the written arguments are the last ones, and a list is two tensors."""
+    """Returns the results as the battery gets them. Written arguments come last, and a list counts as two tensors."""
     copies = 2 if operator.schema.has_lists else 1
     return [each for each in (*operator.results.values(), *operator.written) for _ in range(copies)]
 
@@ -86,7 +94,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _sizes(first: Operand, used: set[str]) -> list[str]:
-    """Lines that give a shape the first tensor's rank, and take it apart."""
+    """Returns the statements that change `shape` to a rank of the first tensor, and assign its sizes to names."""
     if not first.shape.startswith("["):
         return []
     words = words_of(first.shape)
@@ -103,26 +111,30 @@ def _sizes(first: Operand, used: set[str]) -> list[str]:
 
 
 def _ranks(first: Operand) -> str:
-    """The least and the greatest number of dimensions of the first tensor, in the spec."""
+    """Returns the arguments of OpSpec for the least and the greatest number of dimensions of the first tensor."""
     named = len(words_of(first.shape)) - ("*" in words_of(first.shape))
     text = f"    least_rank={named},\n" if named else ""
     return text + (f"    greatest_rank={named},\n" if named and "*" not in words_of(first.shape) else "")
 
 
 def _words(operator: Operator) -> set[str]:
-    """The names in the shapes of all tensors but the first, and in that if it has a number."""
+    """Returns the words of shape patterns whose sizes sample_inputs needs one by one.
+
+    The words of the first tensor are among them only if its pattern has a number. Without a number, sample_inputs makes
+    this tensor from the whole `shape`.
+    """
     first, *others = operator.operands.values()
     shapes = [*others, *([first] if _has_number(first) else [])]
     return {word for each in shapes for word in words_of(each.shape)}
 
 
 def _has_number(operand: Operand) -> bool:
-    """Whether the tests' shapes have a size that the tensor may not have."""
+    """Returns whether the pattern fixes a size to a number. The shapes in the battery may have another size there."""
     return any(word.isdigit() for word in words_of(operand.shape))
 
 
 def _shape(operand: Operand, known: set[str]) -> str:
-    """The shape of a sample's tensor as an expression. A name that no other tensor has is 3."""
+    """Returns the Python expression of the shape of a sample's tensor. A named size that is not in `known` is 3."""
     if not operand.shape.startswith("["):
         return "shape"
     words = words_of(operand.shape)
@@ -148,7 +160,7 @@ def _sample(operator: Operator) -> list[str]:
 
 
 def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
-    """A sample's argument as an expression."""
+    """Returns the Python expression of an argument of a sample: a tensor or a list of tensors."""
     if operand.is_list:
         shapes = "(shape, shape[:1])" if operand.name == operator.first else f"(x.shape for x in {operator.first})"
         return f"[{_one_tensor(operand, 'each', operator)} for each in {shapes}]"
@@ -163,7 +175,7 @@ def _one_tensor(operand: Operand, shape: str, operator: Operator) -> str:
     if operand.dtype.startswith("float"):
         return f"make({shape}).detach().to(torch.{operand.dtype})"
     if operand.dtype == "bool":
-        # In the second sample it has one number for each column, and broadcasts.
+        # In the second sample, the tensor has one element for each column, and is broadcast over the rows.
         return f"make({shape} if number == 0 else {shape}[-1:]).detach() > 0"
     below = "3" if not operand.below else f"max({_below(operand.below, operator)}, 1)"
     drawn = f"torch.randint({below}, tuple({shape}), generator=torch.Generator().manual_seed(number))"
@@ -176,7 +188,7 @@ def _below(expression: str, operator: Operator) -> str:
 
 
 def _rank(operator: Operator) -> str:
-    """A shape that the first tensor may have."""
+    """Returns a shape that the first tensor may have, as Python text."""
     pattern = operator.operands[operator.first].shape
     words = words_of(pattern) or ["", ""]
     return str(tuple(int(word) if word.isdigit() else size for size, word in enumerate(words, 2)))
@@ -211,7 +223,7 @@ def _errors(operator: Operator) -> list[str]:
 
 
 def test(operator: Operator) -> str:
-    """A test of what the options said: the dtypes of one call's results."""
+    """Returns the test file. Its test checks that the results of a call have the dtypes in `operator`."""
     text = f'"""Tests properties that only {operator.name} has. tests/battery tests what every op must have."""\n\n'
     text += "import pytest\nimport torch\n\nimport extension_cpp\n"
     text += f"from tests.specs.{operator.name} import sample_inputs\n\n\n"
@@ -239,12 +251,12 @@ def test(operator: Operator) -> str:
 
 
 def _options(operator: Operator) -> list[Argument]:
-    """What tests/battery/test_options.py takes for an option: numbers and optional tensors."""
+    """Returns the arguments that tests/battery/test_options.py varies: numbers and optional tensors."""
     return [each for each in operator.schema.arguments if each.is_optional or not each.is_tensor]
 
 
 def _with_options(operator: Operator) -> str:
-    """The function of the spec that makes a call with the options that a test chose."""
+    """Returns the text of with_options(), a function of the spec that makes a call with given values of options."""
     names = ", ".join(f'"{each.name}"' for each in operator.schema.arguments)
     text = "def with_options(make, shape, chosen):\n"
     text += body(["sample = next(sample_inputs(make, shape))  # with every optional tensor"])

@@ -1,4 +1,7 @@
-"""What `new --schema` knows of an operator beyond its schema: roles, dtypes and shapes, derivatives and work."""
+"""Builds the description of an operator from its schema and the options of `new --schema`.
+
+The options give the roles, dtypes and shapes of tensors, the derivatives, and the work items of the kernels.
+"""
 
 import ast
 import keyword
@@ -9,7 +12,7 @@ from typing import NoReturn
 from .errors import CannotMake
 from .schema import C_KEYWORDS, Argument, Schema
 
-# A dtype as an option names it, and the C type. "same" is the dtype of the first tensor, which is floating.
+# The C type for each dtype that an option can name. "same" is the dtype of the first tensor, a floating-point one.
 C_TYPES = {
     "same": "T",
     "float64": "double",
@@ -22,33 +25,33 @@ C_TYPES = {
     "bool": "bool",
 }
 DIFFERENTIABLE = ("same", "float64", "float32")
-VECTORS = ("weight", "bias", "gamma", "beta", "scale")  # names of tensors with a number for each column
+VECTORS = ("weight", "bias", "gamma", "beta", "scale")  # a tensor of such a name has one element for each column
 MASK, INDEX = re.compile(r"(.*_)?mask"), re.compile(r"(.*_)?(index|indices|ids?|target)")
 
 
 @dataclass
 class Operand:
-    """A tensor that a kernel reads or writes."""
+    """Describes a tensor that a kernel reads or writes."""
 
     name: str
     dtype: str = "same"
-    shape: str = ""  # a pattern of match.h
+    shape: str = ""  # a shape pattern as in match.h, or "" for any shape
     is_optional: bool = False
     is_written: bool = False
     is_list: bool = False
-    below: str = ""  # an index: the expression of which its numbers are below
+    below: str = ""  # for an index tensor: the expression of the size that its values must be below
 
 
 @dataclass
 class Operator:
-    """All that the generated files need."""
+    """Holds all that `new --schema` needs to generate the files of an operator."""
 
     schema: Schema
     operands: dict[str, Operand]  # the tensors of the schema
-    results: dict[str, Operand]  # shape is an expression here: "x", or a list of sizes
+    results: dict[str, Operand]  # their `shape` is an expression, "x" or a list of sizes, and no pattern
     grads: list[str] = field(default_factory=list)
-    saved: list[str] = field(default_factory=list)  # names of operands and results
-    work: str = "flat"  # rows, flat, or an expression
+    saved: list[str] = field(default_factory=list)  # names of the operands and results that backward reads
+    work: str = "flat"  # "flat", "rows", or "items=" and the expression of a shape
 
     @property
     def name(self) -> str:
@@ -56,7 +59,7 @@ class Operator:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Returns the names of all operands and results."""
         return [*self.operands, *self.results]
 
     @property
@@ -77,12 +80,12 @@ class Operator:
 
     @property
     def sizes_of(self) -> list[str]:
-        """The tensors with a gradient whose sizes backward gets as an argument, because they are not saved."""
+        """Returns the names of tensors with a gradient that are not saved. Backward gets their sizes as arguments."""
         return [name for name in self.grads if name not in self.saved]
 
 
 def pairs(words: list[str], option: str, known: list[str]) -> dict[str, str]:
-    """--dtype a=int64 b=bool as a dictionary."""
+    """Returns the words of an option by name: {"a": "int64", "b": "bool"} for --dtype a=int64 b=bool."""
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -101,7 +104,7 @@ def describe(
     saved: list[str] | None,
     work: str,
 ) -> Operator:
-    """The operator of a schema and its options. Raises CannotMake for what does not fit."""
+    """Returns the operator that a schema and options describe. Raises CannotMake if they do not fit together."""
     _check_supported(schema)
     names = [each.name for each in schema.tensors]
     dtype = pairs(dtypes, "--dtype", [*names, *schema.results])
@@ -133,7 +136,7 @@ def describe(
     return operator
 
 
-# Names that the written files have of their own, where those of the schema stand, too.
+# Names that the generated files use for variables of their own, in scopes where arguments and results are variables.
 RESERVED = {
     "args",
     "batch",
@@ -155,7 +158,7 @@ RESERVED |= {"results", "sample", "shape", "torch", "unknown_size"}
 
 
 def _check_names(operator: Operator) -> None:
-    """Names that C, C++, Python and the written files leave free, each for one thing."""
+    """Raises CannotMake unless every name is free in C, C++, Python and the generated files, and has one meaning."""
     sizes = {word for each in operator.operands.values() for word in words_of(each.shape) if word.isidentifier()}
     names = [*(each.name for each in operator.schema.arguments), *operator.results]
     for name in (*names, *sizes):
@@ -208,12 +211,12 @@ def _check_roles_of_lists(operator: Operator) -> None:
 
 
 def words_of(pattern: str) -> list[str]:
-    """The words of "[*, n, 4]"; none of other roles."""
+    """Returns the words of a pattern such as "[*, n, 4]". Other shapes, such as "like x", have none."""
     return [word.strip() for word in pattern[1:-1].split(",")] if pattern.startswith("[") else []
 
 
 def _pattern(role: str, name: str) -> str:
-    """A shape's pattern, laid out as match.h reads it."""
+    """Returns the shape pattern of a role, spaced as match.h reads it. Raises CannotMake if it is not valid."""
     words = [word for word in words_of(role) if word]
     if (
         not role.endswith("]")
@@ -243,7 +246,10 @@ def _check_supported(schema: Schema) -> None:
 
 
 def _check_lists(schema: Schema) -> None:
-    """A kernel is launched for each place of the lists, so all are read and written by place."""
+    """Raises CannotMake for lists that do not fit one kernel launch for each index.
+
+    The launch for index i reads and writes only the tensors at index i of all lists.
+    """
     if not schema.has_lists:
         return
     if not schema.tensors or not schema.tensors[0].is_list:
@@ -272,7 +278,10 @@ def _operand(argument: Argument, first: Argument, dtype: dict[str, str]) -> Oper
 
 
 def _give_role(operand: Operand, role: str, before: list[str]) -> None:
-    """The role that an option names. It may refer to tensors that are checked before."""
+    """Sets the shape, dtype and bound of an operand to those of the role that --role gave it.
+
+    The roles like and mask may only name a tensor in `before`, because match.h compares with a tensor checked earlier.
+    """
     word, _, of = role.partition(":")
     of, _, shape = of.partition(":") if word == "index" else (of, "", "")
     if role.startswith("["):
@@ -315,17 +324,21 @@ def _check_gradients(operator: Operator) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a shape: dimensions [begin, end) of a tensor; its dimension `begin` alone; a number or an argument."""
+    """Holds one part of a shape expression.
+
+    With `tensor`, the part stands for the sizes of dimensions [begin, end) of this tensor or, if `is_size`, for the
+    size of dimension `begin` alone. Without `tensor`, the part is the one size `number`.
+    """
 
     tensor: str = ""
     begin: int | None = None
     end: int | None = None
     is_size: bool = False
-    number: str = ""  # "?": a size that depends on the data
+    number: str = ""  # digits, the name of an argument, or "?" for a size that depends on the data
 
 
 def parts(expression: str, operator: Operator) -> list[Part]:
-    """The parts of "x" or "[*x[:-1], k, x[0], 3]"."""
+    """Returns the parts of a shape expression, such as "x" or "[*x[:-1], k, x[0], 3]"."""
     if not expression.startswith("["):
         return [Part(expression)]
     try:
@@ -380,7 +393,11 @@ def _check_unknown_size(operator: Operator) -> None:
 
 
 def _check_shape(expression: str, operator: Operator, what: str, before: list[str]) -> None:
-    """Refuses what is no shape of tensors of the schema, results in `before`, numbers and SymInt arguments."""
+    """Raises CannotMake unless a shape expression uses only names and numbers that are allowed in it.
+
+    These are tensors of the schema that are not optional, results in `before`, numbers and SymInt arguments. The shape
+    of a result may also have sizes of "?".
+    """
     for part in parts(expression, operator):
         if part.tensor:
             operand = operator.operands.get(part.tensor)

@@ -1,4 +1,4 @@
-"""PyTorch's text of a schema, read without torch: what `new --schema` makes an operator of.
+"""Parses the schema of an operator for `new --schema`, without torch. The schema is in PyTorch's syntax, such as
 
 topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 """
@@ -32,7 +32,7 @@ class Argument:
     is_optional: bool = False
     is_list: bool = False
     is_written: bool = False  # Tensor(a!)
-    default: str | None = None  # as in the schema: "None", "1", "1e-05", "True", "[1, 2]"
+    default: str | None = None  # its text in the schema: "None", "1", "1e-05", "True", "[1, 2]"
     keyword_only: bool = False
 
     @property
@@ -41,13 +41,13 @@ class Argument:
 
     @property
     def kind(self) -> str:
-        """Its type as in a schema: "int?"."""
+        """Returns the type as in a schema, such as "int?". A written tensor has "(!)", where a schema has "(a!)"."""
         written = "(!)" if self.is_written else ""
         return f"{self.type}{written}{'[]' if self.is_list else ''}{'?' if self.is_optional else ''}"
 
     @property
     def text(self) -> str:
-        """As in a schema."""
+        """Returns the argument as in a schema: its type as in `kind`, its name and its default."""
         return f"{self.kind} {self.name}" + ("" if self.default is None else f"={self.default}")
 
 
@@ -55,7 +55,7 @@ class Argument:
 class Schema:
     name: str
     arguments: tuple[Argument, ...]
-    results: tuple[str, ...]  # the names; a single result without a name is "out"
+    results: tuple[str, ...]  # the names of the results; a single result without a name is "out"
     gives_lists: bool = False  # each result is a list of tensors
 
     @property
@@ -75,7 +75,7 @@ class Schema:
 
 
 class _Reader:
-    """The words of a schema, one after the other."""
+    """Reads the words of a schema one after the other."""
 
     WORD = re.compile(r"\s*(->|\(\w+!\)|\[\d*\]|[A-Za-z_]\w*|-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\S|$)")
 
@@ -88,7 +88,7 @@ class _Reader:
 
     def take(self) -> str:
         found = self.WORD.match(self.text, self.at)
-        assert found is not None  # the pattern ends with $
+        assert found is not None  # WORD matches at every position, because its last alternative is $
         self.at = found.end()
         return found[1]
 
@@ -116,7 +116,11 @@ class _Reader:
 
 
 def parse(text: str) -> Schema:
-    """Raises CannotMake, which names the column, for what is no schema, or one that `new` makes nothing of."""
+    """Returns the schema that a text describes.
+
+    Raises CannotMake if the text is no schema, or if `new --schema` cannot write an operator with this schema. For a
+    syntax error, the message names the column.
+    """
     reader = _Reader(text)
     name = reader.name("the operator's name")
     if reader.accept("."):
@@ -143,7 +147,7 @@ def parse(text: str) -> Schema:
 
 
 def _check_defaults(arguments: list[Argument]) -> None:
-    """The defaults must be of their types, and the last ones, as Python wants them."""
+    """Raises CannotMake if a default has another type, or if a positional argument without a default follows it."""
     kinds: dict[str, tuple[type, ...]] = {"int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
     before = ""
     for each in arguments:
@@ -194,7 +198,7 @@ def _default(reader: _Reader) -> str:
 
 
 def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
-    """The names, and whether each result is a list."""
+    """Returns the names of the results, and whether each result is a list of tensors."""
     if not reader.accept("("):
         reader.expect("Tensor")
         is_list = reader.accept("[]")
