@@ -23,13 +23,13 @@ def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
 
 
 def test_rows_wait_for_the_other_ctas() -> None:
-    """Each kernel with a RowSum over a cluster waits once for the other CTAs' mbarriers. The test reads the source,
-    because mbarriers run only on a GPU."""
-    seen = 0
+    """Each kernel with a RowSum over a cluster, its own or that of a RowOpening, waits once for the other CTAs'
+    mbarriers. The test reads the source, because mbarriers run only on a GPU."""
+    seen = []
     for path in sorted(CSRC.rglob("*.cu*")):
         text = path.read_text()
-        made = re.findall(r"row_sum\([^)]*, p\.cluster, rank\)", text)
-        waits = re.findall(r"row_sum\.wait_for_others\(\)", text)
+        made = re.findall(r"row_sum\([^)]*, p\.cluster, rank\)|using Opening = RowOpening<", text)
+        waits = re.findall(r"\bsum\.wait_for_others\(\)|row_sum\.wait_for_others\(\)", text)
         assert len(made) == len(waits), f"{path.name}: {len(made)} sums over clusters, {len(waits)} waits"
-        seen += len(made)
-    assert seen > 0
+        seen += [path.name] * len(made)
+    assert len(seen) == 5, seen

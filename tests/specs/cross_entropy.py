@@ -14,7 +14,7 @@ def targets(classes, shape, device):
 
 
 def class_weight(make, classes):
-    """Returns class weights that do not require grad, because the loss has no derivative with respect to them."""
+    """Returns class weights that do not require grad, because the op refuses weights that require grad."""
     return make((classes,)).detach().abs() + 0.5
 
 
