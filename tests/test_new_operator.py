@@ -254,6 +254,14 @@ def test_samples_have_the_rank_of_the_first_tensor(rank: str, shape: tuple[int, 
     assert count == rank.count(",") + 1 if "*" not in rank else count >= rank.count(",")
 
 
+def test_without_work_items_an_op_that_writes_returns_early() -> None:
+    """An op that only writes into arguments may have nothing to do although these have elements."""
+    words = "f(Tensor(a!) cache, Tensor key, Tensor slots) -> ()"
+    roles = ["cache=[places, width]", "key=[tokens, width]", "slots=index:cache[0]:[tokens]"]
+    shim = generate_shim.shim(operator_of(words, "--role", *roles, "--work", "items=[*key]"))
+    assert "if (product_of(sizes_of(key.sizes())) == 0) return;" in shim and "cache.numel() == 0" not in shim
+
+
 def test_nothing_may_be_saved() -> None:
     operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
     assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"

@@ -95,11 +95,13 @@ def _pointer(tensor: Operand, is_input: bool) -> str:
 
 
 def _call(launch: Launch, items: str, returned: str) -> str:
-    """Returns the statements from the early return for empty outputs to the launch and the copies after it.
+    """Returns the statements from the early return to the launch and the copies after it.
 
-    The copies bring the results back into written arguments that are not contiguous.
+    The early return is for empty results, or, if the op only writes into arguments, for a call without work items. The
+    copies bring the results back into written arguments that are not contiguous.
     """
-    empty = " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
+    only_writes = all(each.is_written for each in launch.outputs)
+    empty = f"{items} == 0" if only_writes else " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
     text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n" + _arguments(launch, items)
     text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
     return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
