@@ -27,7 +27,7 @@ from tests import judge as rule
 from tests.opspec import OpSpec, Sample, Terms, as_tuple, leaves
 
 LINES = 64
-CHUNK = 2**24  # elements of x in float64 at a time, for the sums over all lines
+CHUNK = 2**22  # elements of x in float64 at a time, for the sums over all lines
 
 
 def line_dimension(spec: OpSpec) -> int:
@@ -38,6 +38,16 @@ def line_dimension(spec: OpSpec) -> int:
 
 def tensors(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def copied(sample: Sample) -> Sample:
+    """Returns the sample with its floating-point tensors copied, as leaves that require grad where the originals do."""
+
+    def one(x: Any) -> Any:
+        is_copied = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().clone().requires_grad_(x.requires_grad) if is_copied else x
+
+    return Sample(tuple(map(one, sample.args)), {name: one(x) for name, x in sample.kwargs.items()})
 
 
 class Judge:
@@ -54,6 +64,7 @@ class Judge:
         self.lines = sorted(some if spec.bench.by_lines else range(self.count))
         self.grads: list[tuple[Tensor, Tensor]] = []  # for each output: now, and before the last call
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
+        self.copies: list[Sample] = []  # the inputs of each contender's backward
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}
         self.stock_sums: dict[str, Error] = {}  # errors of eager PyTorch
@@ -63,17 +74,24 @@ class Judge:
         self._mask: Tensor | None = None
 
     def backward(self, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
-        """Calls a contender's forward, and returns a call of its backward. All contenders get the same grad_outs."""
-        outputs = as_tuple(function(*self.sample.args, **self.sample.kwargs))
-        self.outputs[name] = outputs
+        """Calls a contender's forward, and returns a call of its backward. All contenders get the same grad_outs.
+
+        Each contender has a copy of the inputs, because some libraries write gradients or results into their inputs.
+        """
+        self.copies.append(copied(self.sample))
+        outputs = as_tuple(function(*self.copies[-1].args, **self.copies[-1].kwargs))
+        self.outputs[name] = tuple(x.detach().clone() for x in outputs)  # an output may be one of the inputs
         outputs = tuple(x for x in outputs if x.requires_grad)
         self.grads = self.grads or [(torch.randn_like(x), torch.randn_like(x)) for x in outputs]
-        inputs, grads = leaves(self.sample), [grad for grad, _ in self.grads]
+        inputs, grads = leaves(self.copies[-1]), [grad for grad, _ in self.grads]
         return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
 
     def renew(self) -> None:
         for now, later in self.grads or zip(tensors(self.sample), tensors(self.other), strict=True):
             now.data.copy_(0.5 * later.data)  # halved, because two draws of many numbers have nearly equal means
+        for sample in self.copies:
+            for now, first in zip(tensors(sample), tensors(self.sample), strict=True):
+                now.data.copy_(first.data)
         poison = [torch.full_like(self.sample.args[0], float("nan")) for _ in range(4)]
         del poison  # new tensors now get memory full of NaN, so that an element that no kernel writes is wrong
 

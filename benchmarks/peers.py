@@ -5,7 +5,8 @@ A peer gets the arguments of this package's op, with the same meaning. The libra
   grad_out unless in_place is False. Here it gets "gemma" and False, so that it does neither, like the other libraries.
 * quack's LayerNorm is left out, because it has no autograd.
 * Liger's gates write the gradients over gate and up in their backward pass. This moves as many bytes as new tensors
-  would, but the inputs are lost. Liger's geglu approximates GELU by tanh.
+  would, but the inputs are lost; the judge gives each contender inputs of its own. Liger's geglu approximates GELU by
+  tanh.
 * Liger's cross-entropy is left out, because its forward pass writes the gradient over the logits.
 * accelerated-scan scans along the last dimension, whose length must be a power of two. Importing it compiles it.
 * PyTorch's associative_scan is not public yet. torch.compile makes its kernel with dynamic=False, because it makes none

@@ -240,6 +240,34 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
     assert "| raised | wrong | wrong |" in table(bench.path)
 
 
+class OverwritingGate(torch.autograd.Function):
+    """Computes silu(gate) * up. backward writes the gradients over gate and up, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        gate, up = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            grads = torch.autograd.grad(torch.nn.functional.silu(gate) * up, (gate, up), grad_out)
+        for x, grad in zip((gate, up), grads, strict=True):
+            x.data.copy_(grad)
+        return gate.detach(), up.detach()
+
+
+def test_a_peer_that_overwrites_its_inputs_disturbs_no_other(bench, monkeypatch) -> None:
+    """A peer's backward writes over its inputs. All contenders, the peer included, are right and have a time."""
+    monkeypatch.setitem(peers.PEERS, "swiglu", {"liger": OverwritingGate.apply})
+    describe = run.describe
+    monkeypatch.setattr(run, "describe", lambda options: (describe(options)[0], ["liger"]))
+    (row,) = bench("--op", "swiglu", "--pass", "backward")["rows"]
+    assert "failed" not in row
+    assert set(row["seconds"]) == {"copy", "ours", "eager", "liger"}
+
+
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> None:
     """An implementation that draws its own mask is judged without dropout, so that an error of 1 % is detected."""
