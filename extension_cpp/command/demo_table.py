@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import extension_cpp
 
 from .. import reference
+from .once import once_cpu, once_cuda
 
 COLUMNS = 1024
 ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}
@@ -147,30 +148,15 @@ def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
 # ---- times ----
 
 
-def seconds(function: Callable[[], Any], device: str) -> float:
-    if device == "cpu":
-        started = time.perf_counter()
-        function()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    # The device waits for about a millisecond while the host launches the call, so that only device work is timed.
-    torch.cuda._sleep(2_000_000)
-    start.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000
-
-
 def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float) -> dict[str, float]:
     """Returns the median seconds of a call of each function. In each round every function is called once, so that a
     change of the machine's state affects all. The first two rounds, in which memory is first used, do not count."""
+    once = partial(once_cuda, ahead=True) if device == "cuda" else once_cpu
     times: dict[str, list[float]] = {name: [] for name in functions}
     rounds, started = 0, time.perf_counter()
     while rounds < 5 or time.perf_counter() - started < budget:
         for name, function in functions.items():
-            times[name].append(seconds(function, device))
+            times[name].append(once(function))
         rounds += 1
     return {name: statistics.median(each[2:]) for name, each in times.items()}
 
