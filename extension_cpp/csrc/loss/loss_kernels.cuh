@@ -13,7 +13,7 @@ constexpr int CTA_THREADS = 256;
 // The number of vectors that a thread loads at once. TILE_VECTORS is the number of vectors per
 // thread of a wide row in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2, TILE_VECTORS = 8;
-constexpr int BACKWARD_CTAS = 5;  // CTAs per SM; this lets the compiler use 48 registers per thread
+constexpr int BACKWARD_CTAS = 5;  // CTAs per SM; with so many, a thread may have 48 registers
 
 // Range number `part` of indices, if `count` indices are divided into `parts` equal ranges.
 struct Cut {
