@@ -812,7 +812,7 @@ def test_scripting_gets_a_sentence_that_is_true(name: str) -> None:
     convert(model)
     with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile .*, whose forward is Python code that"):
         torch.jit.script(model)
-    if name.startswith("torch layer"):  # of the originals, torch.jit.script compiles only these two
+    if name.startswith("torch layer"):  # torch.jit.script compiles only these two of the original norms
         nn.revert(model)
         torch.jit.script(model)
 
