@@ -52,7 +52,7 @@ class Judge:
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         some = {0, self.count - 1, *inner[: LINES - 2].tolist()}
         self.lines = sorted(some if spec.bench.by_lines else range(self.count))
-        self.grads: list[tuple[Tensor, Tensor]] = []  # for each output: now, and before the last call
+        self.grads: list[tuple[Tensor, Tensor]] = []  # each output's gradient, and that of the last call
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}

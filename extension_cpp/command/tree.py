@@ -49,7 +49,7 @@ class Addition:
     name: str
     files: dict[str, str]
     entry: str
-    reference: Callable[[int], str]  # called with the number of the first line of the definition
+    reference: Callable[[int], str]  # makes the definition, given its first line's number in the file
     stub: str
     row: str
     section: str

@@ -17,7 +17,7 @@ class Known(NamedTuple):
     gated: str  # the op for activation(gate) * up
     module: type[torch.nn.Module]  # the module of torch.nn; the names in `options` are also attributes of it
     options: dict[str, Any]  # keyword arguments of function, gated and module
-    backward_options: tuple[bool, ...] = ()  # what `gated`'s backward operator takes in place of `options`
+    backward_options: tuple[bool, ...] = ()  # the arguments of `gated`'s backward operator for `options`
 
 
 # The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. A new
