@@ -50,7 +50,7 @@ LONGEST_MEMORY = 64  # after so many steps, a new layer's slowest state has forg
 def loop(a: Tensor, b: Tensor) -> Tensor:
     """Computes h[t] = a[t] * h[t - 1] + b[t] step by step."""
     h, states = torch.zeros_like(b[:, 0]), []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # each a[:, t] would have a gradient like a
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # each a[:, t] would make a gradient of a's size
         h = torch.addcmul(b_t, a_t, h)
         states.append(h)
     return torch.stack(states, dim=1)

@@ -126,7 +126,7 @@ class Call:
 
     @property
     def c_of_exp(self) -> float:
-        """Returns `c` of a sum of exponentials. For half types it contains exp's error of 24 eps(float32)."""
+        """Returns Terms.c for a sum of exponentials. For half types it contains exp's error of 24 eps(float32)."""
         return 32.0 if self.dtype.itemsize == 2 else 8.0
 
     def rounding(self, x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """A row has the same results in a tensor and in a part of it. On a GPU, kernels use L2 hints only for the whole
+    """A row has the same results in a tensor and in a part of it. On a GPU, forward uses L2 hints only for the whole
     tensor."""
     parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # a smaller part has another backward kernel
     step = max(1, size // (cols * 4) // 8) * 8  # each part's first row is aligned to 16 bytes

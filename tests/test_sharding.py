@@ -146,7 +146,8 @@ def letters(x: Any) -> str:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
-    """Yields the spec's samples, fused norms with weights and no dropout, and recurrences with broadcast factors."""
+    """Yields the spec's samples and, in addition, recurrences with broadcast factors, and a fused norm without
+    dropout."""
     make = maker(DEVICE, dtype)
     yield from spec.sample_inputs(make, SHAPE)
     if spec.name == "linear_recurrence" and spec.options:

@@ -40,7 +40,7 @@ class Activation(NamedTuple):
 
     function: str  # a key of KNOWN
     input: str  # the name of forward's argument
-    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+    results: tuple[str, ...]  # the dtype rule (a key of formulas.RESULTS) in each context
 
     def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
         return activation(x, self.function, self.results)

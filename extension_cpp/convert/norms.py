@@ -19,7 +19,7 @@ class Options(NamedTuple):
     centered: bool  # True: layer_norm, False: rms_norm
     offset: int  # a number added to the weight
     eps: Any
-    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+    results: tuple[str, ...]  # the dtype rule (a key of formulas.RESULTS) in each context
 
 
 class Norm(NamedTuple):
@@ -27,7 +27,7 @@ class Norm(NamedTuple):
 
     centered: bool  # as in Options
     offset: int
-    eps: str  # name of the attribute with eps; weight and bias are such names, too
+    eps: str  # name of the attribute with eps; `weight` and `bias` also name attributes
     weight: str | None
     bias: str | None
     input: str  # the name of forward's argument

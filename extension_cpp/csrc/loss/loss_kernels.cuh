@@ -242,7 +242,8 @@ __global__ void __launch_bounds__(CTA_THREADS, BACKWARD_CTAS)
                                                    tile == 0, apply);
       continue;
     }
-    // x and out have different alignment, so no vector is aligned in both.
+    // Here x and out differ in alignment, so that no vector is aligned in both. Elements are loaded
+    // one by one.
     const Cut mine(rows.cols, tiles, tile);
     for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
       float value[1] = {to_acc(x[c])};

@@ -155,8 +155,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   const int64_t first;       // first row of this group of threads; the next one is first + p.groups
   Fragment x{}, grad_out{};  // elements of the next row
   float2 moments{};          // mean and rstd of the next row
-  // The mask of the next row's grad_out, or of the current row's grad_dropped. The mask is computed
-  // while loads are in flight.
+  // The dropout mask of the next row's grad_out, or of the current row's grad_dropped. The mask is
+  // computed while loads are in flight.
   Mask mask;
   int turn = 0;
 
