@@ -27,7 +27,7 @@ from tests import judge as rule
 from tests.opspec import OpSpec, Sample, Terms, as_tuple, leaves
 
 LINES = 64
-CHUNK = 2**24  # elements of x in float64 at a time, for the sums over all lines
+CHUNK = 2**24  # sums over all lines convert so many elements of x to float64 at a time
 
 
 def line_dimension(spec: OpSpec) -> int:

@@ -90,7 +90,7 @@ def _names(text: str) -> list[str]:
 
 
 def described(options: argparse.Namespace, name: str | None) -> Operator | None:
-    """Returns the operator of --schema, or None without --schema. If `name` is given, it must be the operator's."""
+    """Returns the operator of --schema, or None without --schema. A `name` must equal the operator's."""
     given = [option for option in OF_SCHEMA if getattr(options, option)]
     if options.schema is None:
         if given:

@@ -20,7 +20,7 @@ class Known(NamedTuple):
     backward_options: tuple[bool, ...] = ()  # the arguments of `gated`'s backward operator for `options`
 
 
-# The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. A new
+# The activations by their names in Converted.changed. The name is `function` for PyTorch's default options. A new
 # activation needs only an entry here.
 TANH = " with approximate='tanh'"
 KNOWN = {
