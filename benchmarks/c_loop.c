@@ -21,8 +21,8 @@ static inline bfloat16 to_bfloat16(float x) {  // to nearest even; the data have
   return (bfloat16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// In rows_T the steps of a line are neighbours. In columns_T the lines are neighbours, and the
-// inner loop is over lines.
+// In rows_T the steps of a line are neighbours in memory. In columns_T the lines are neighbours in
+// memory, and the inner loop is over lines.
 #define LOOPS(T)                                                                      \
   void rows_##T(const T *a, const T *b, T *h, int64_t lines, int64_t steps) {         \
     _Pragma("omp parallel for") for (int64_t l = 0; l < lines; ++l) {                 \

@@ -27,7 +27,7 @@ from tests import judge as rule
 from tests.opspec import OpSpec, Sample, Terms, as_tuple, leaves
 
 LINES = 64
-CHUNK = 2**22  # elements of x in float64 at a time, for the sums over all lines
+CHUNK = 2**22  # sums over all lines convert so many elements of x to float64 at a time
 
 
 def line_dimension(spec: OpSpec) -> int:
@@ -62,7 +62,7 @@ class Judge:
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         some = {0, self.count - 1, *inner[: LINES - 2].tolist()}
         self.lines = sorted(some if spec.bench.by_lines else range(self.count))
-        self.grads: list[tuple[Tensor, Tensor]] = []  # for each output: now, and before the last call
+        self.grads: list[tuple[Tensor, Tensor]] = []  # each output's gradient, and that of the last call
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
         self.copies: list[Sample] = []  # the inputs of each contender's backward
         self.wrong: dict[str, str] = {}

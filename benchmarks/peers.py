@@ -53,7 +53,7 @@ def _apex(name: str, *arguments: Any) -> Any:
 
 
 def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    if a.dtype.itemsize == 2:  # its illegal memory access would make all later calls on the GPU fail
+    if a.dtype.itemsize == 2:  # accelerated-scan would break all later calls on the GPU
         raise NotImplementedError("an illegal memory access, in half types of 8192 steps")
     states: Tensor = _of("accelerated_scan.warp.scan")(a[None], b[None])[0]
     return states

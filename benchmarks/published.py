@@ -82,8 +82,7 @@ OVERVIEW_FILES = ("h100", "h100-gates", "h100-losses")
 
 
 def overview() -> str:
-    """Returns a table of percent of copy in bfloat16, with a row for each op: our figure, the best peer's, and the
-    higher one in bold."""
+    """Returns a table of percent of copy in bfloat16, for each op ours and the best peer's, with the higher in bold."""
     lines, said = {}, []
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)

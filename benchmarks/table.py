@@ -157,8 +157,7 @@ def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def host(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of the host time per call of layer_norm in microseconds, with a row for each way to call it and a
-    column for each pass."""
+    """Makes a table of host microseconds per call of layer_norm: a row for each way to call it, a column per pass."""
     passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
     found = {(row["way"], row["pass"]): time(row["seconds"], scale=1e6) for row in rows}
     body = [[way, WAYS[way], *(found.get((way, name), "") for name in passes)] for way in WAYS if way in ways]

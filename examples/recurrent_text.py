@@ -41,7 +41,7 @@ SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
 Curve = dict[str, Any]  # a run: its settings, and the losses and milliseconds of each step
-LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets about 1 - 1/e of its content
+LONGEST_MEMORY = 64  # after so many steps, a new layer's slowest state has forgotten 1 - 1/e of its content
 
 
 # ---- three ways to compute the states of the recurrence from a and b, all of shape (B, T, width) ----
@@ -50,7 +50,7 @@ LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets a
 def loop(a: Tensor, b: Tensor) -> Tensor:
     """Computes h[t] = a[t] * h[t - 1] + b[t] step by step."""
     h, states = torch.zeros_like(b[:, 0]), []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # each a[:, t] would have a gradient like a
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # each a[:, t] would make a gradient of a's size
         h = torch.addcmul(b_t, a_t, h)
         states.append(h)
     return torch.stack(states, dim=1)

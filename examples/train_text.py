@@ -337,7 +337,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise CannotRun("--graphs needs a GPU, torch.compile and a single process")
     training = Training(options.ops, text, settings, not options.no_compile, parallel, graphs=options.graphs)
     if options.restart and training.rank == 0:
-        checkpoint.unlink(missing_ok=True)  # else the next run could resume from it, if this one saves nothing
+        checkpoint.unlink(missing_ok=True)  # if this run saves nothing, the next must not resume from the old file
     if parallel:
         distributed.barrier()
     if checkpoint.exists():

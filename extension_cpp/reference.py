@@ -164,7 +164,7 @@ def linear_recurrence(
         h = factor * h + term
         states.append(h)
     if not states:
-        return a + b if h0 is None else a + b + h0.unsqueeze(dim)  # empty, but a function of all inputs for autograd
+        return a + b if h0 is None else a + b + h0.unsqueeze(dim)  # an empty result of all inputs, for autograd
     return torch.stack(states[::-1] if reverse else states, dim)
 
 

@@ -59,8 +59,7 @@ def row(*cells: str) -> str:
 
 
 def schemas_of(names: list[str]) -> dict[str, list[str]]:
-    """Returns the schemas of each operator, found by their names: mish has mish, mish_backward and
-    mish_double_backward."""
+    """Returns the schemas of each operator by its name. Those of mish are mish, mish_backward, mish_double_backward."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for schema in info.schemas():
         stem = re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0]

@@ -18,8 +18,8 @@ import build_library
 
 ROOT = build_library.ROOT
 PACKAGE = ROOT / "extension_cpp"
-NAME, VERSION = "extension-cpp", 1  # of the Hub repository. Within a version layers keep their names and results.
-# A variant has no command line. These are the only files of extension_cpp/command/ that its modules import.
+NAME, VERSION = "extension-cpp", 1  # the Hub repository's; within a version, layers keep their names and results
+# A variant has no command line. A variant's modules import only these files of extension_cpp/command/.
 OF_COMMAND = ("__init__.py", "info.py")
 NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 

@@ -17,7 +17,8 @@ from tests.opspec import COMPUTED, Make, OpSpec, Sample, as_tuple, leaves
 
 __all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # re-exports names of judge.py for the tests
 
-# Row widths in elements. Rows are multiples of 16 bytes and fit into a CTA. The norms have one or two kernels for each.
+# Row widths, in elements, at which the tests of the norms run. A row of such a width is a multiple of 16 bytes in every
+# dtype, so that all rows of a contiguous tensor are aligned to 16 bytes.
 NORM_WIDTHS = (
     *(64, 256, 384, 512, 640, 768, 1000, 1024, 1280, 1536, 1800, 2048, 2304, 2560, 3072, 4096, 4608, 5120, 6144),
     *(7168, 8192, 9216, 10240, 11264, 12288, 13312, 14336, 15000, 16000, 16384),
@@ -78,7 +79,8 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
 # Caches random float64 tensors, because drawing a tensor takes longer than most ops on it, and because the tests of all
 # ops and dtypes draw the same tensors. A key is the generator's seed and the shapes that the generator has drawn, up to
 # this tensor. A value is the tensor and the generator's state after drawing it. Callers must not write into a cached
-# tensor. The cache holds at most 2^25 elements (256 MiB). The largest cached tensor has the size in test_runtime.py.
+# tensor. The cache holds at most 2^25 elements (256 MiB). tests/battery/test_runtime.py draws the largest cached
+# tensor.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_ELEMENTS, MOST_DRAWN = 300 * 1025, 1 << 25
 DRAWN_ON_GPU = 1 << 20  # a GPU draws tensors of this size or more, as drawing them on the CPU takes most of a test
@@ -127,7 +129,7 @@ def maker(
 
 
 def rows_for(device: str, rows: int, cols: int) -> int:
-    """Returns `rows` on a GPU, where it decides which kernel runs. The CPU's kernels need only a few blocks of rows."""
+    """Returns `rows` on a GPU, where this number decides which kernel runs, and a smaller number of rows on the CPU."""
     return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
 
 

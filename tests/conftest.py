@@ -139,7 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return f"battery {test.rpartition('-')[2]}"
             return nodeid.partition("[")[0] if file.endswith("test_scaffold.py") else file
 
-    config.option.loadscopereorder = False  # do not reorder by the number of tests
+    config.option.loadscopereorder = False  # keeps the order of groups, which xdist sorts by their size
     return Scheduling(config, log)
 
 

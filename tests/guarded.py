@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parent / "c" / "guarded_allocator.c"
 # (rows, columns) of x. The row counts are not multiples of the number of rows in a CTA or a chunk. The widths reach the
 # kernels that sum over many rows, those that spread a wide row over a cluster, and those for few columns.
 SHAPES = [(71, 33), (3001, 257), (515, 4096), (21, 50257), (70001, 3)]
-SAMPLES = 3  # per shape; more would take too long, as allocation is a hundred times as slow as PyTorch's
+SAMPLES = 3  # per shape; more would take too long, because this allocator takes 100 times as long as PyTorch's
 DTYPES = [torch.float32, torch.bfloat16]
 
 

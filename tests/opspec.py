@@ -126,7 +126,7 @@ class Call:
 
     @property
     def c_of_exp(self) -> float:
-        """Returns `c` of a sum of exponentials. For half types it contains exp's error of 24 eps(float32)."""
+        """Returns Terms.c for a sum of exponentials. For half types it contains exp's error of 24 eps(float32)."""
         return 32.0 if self.dtype.itemsize == 2 else 8.0
 
     def rounding(self, x: Tensor) -> Tensor:
@@ -153,8 +153,8 @@ class Bench:
     forward: float  # least number of elements that forward reads and writes, per element of the shape
     backward: float  # the same number for backward, or 0 if backward moves nothing
     flat: bool = False  # the op's time does not depend on the row width, so that one width is timed
-    # Whether each line of the results depends on the same line of the first tensor alone. If not, the judge compares
-    # whole results.
+    # Whether each line (row or column) of the results depends only on that line of the first tensor. If not, the judge
+    # compares whole results.
     by_lines: bool = True
     # PyTorch's implementation of the op to compare with. If None, this is the reference.
     stock: Callable[..., Any] | None = None
@@ -211,7 +211,7 @@ class OpSpec:
     in_steps: Callable[..., Any] | None = None
     # The reference with handwritten first gradients, if loops in `reference` take too long under autograd.
     by_hand: Callable[..., Any] | None = None
-    positional: bool = False  # a result depends on the element's index, as a random mask does
+    positional: bool = False  # results depend on an element's position in the tensor, as with a random mask
     # terms(call) returns the Terms of each output and, by argument index, those of each gradient. If None,
     # tests/judge.py estimates the Terms by running the reference eight times with random changes.
     terms: Callable[[Call], tuple[list[Terms], dict[int, Terms]]] | None = None

@@ -327,8 +327,8 @@ def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
 
 
 def test_functions_fill_in_defaults() -> None:
-    """A function in _ops fills in the schema's defaults. It must also do so if a tensor requires grad, because it then
-    calls the autograd function and not the operator. The package's public functions always pass all arguments."""
+    """A function in _ops fills in the schema's defaults. The function must also do so if a tensor requires grad, when
+    it calls the autograd.Function and not the operator. The package's public functions always pass all arguments."""
     x = torch.randn(3, 4, requires_grad=True)
     y = _ops.cumsum(x, 1)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
@@ -339,8 +339,8 @@ def test_functions_fill_in_defaults() -> None:
 
 
 def test_what_autograd_knows_has_overloads() -> None:
-    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. If it does not return the
-    results that only backward reads, there is a second overload with all results."""
+    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. If this overload leaves
+    out results that only backward reads, a second overload has all results."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")}
     bare = {name for name in names if name == without_suffix(name)}
@@ -538,7 +538,7 @@ def test_forward_mode_under_vmap_calls_no_operator(device: str) -> None:
 
 
 def test_compiled_graphs_call_no_autograd_kernel() -> None:
-    """Of this package's operators, graphs of torch.compile contain only no-grad overloads. AOTAutograd has already
+    """Graphs of torch.compile contain no-grad overloads in place of this package's operators. AOTAutograd has already
     differentiated such a graph, and an Autograd kernel in it would only cost time."""
     called: list[str] = []
 

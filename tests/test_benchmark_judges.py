@@ -17,8 +17,8 @@ from tests.opspec import as_tuple
 
 
 def planted(judge: Judge, result: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Yields names and wrong results. One is all zeros. Each other one has an error in one tensor, in the last 32
-    elements of the last row, or of the last column if the op works along columns."""
+    """Yields names and wrong results. One is all zeros. Every other wrong result has an error in one tensor, in the
+    last 32 elements of the last row, or of the last column if the op works along columns."""
     yield "zeros", tuple(map(torch.zeros_like, result))
     for number, x in enumerate(result):
         wrong = x.detach().clone()
@@ -56,7 +56,8 @@ def test_every_op_is_judged(spec, device) -> None:
         factors = torch.ones_like(last.flatten(), dtype=torch.float64)
         factors[last.flatten().abs().argmax()] += 4 * torch.finfo(torch.bfloat16).eps
         last.copy_(last * factors.view(last.shape))
-        # Integers alone are exact, and gradients from rounded results may be as far off.
+        # An error of 4 eps cannot be planted in integers. Gradients that backward computes from rounded results may
+        # have it.
         is_seen = place is not None and not (backward and spec.saves_results)
         off = [(*right[:place], nearly, *right[place + 1 :])] if is_seen else []
         for result in (*results.values(), *off):

@@ -11,7 +11,8 @@ CSRC = build_library.CSRC
 
 
 def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
-    """CTAs that add up their sums of a row wait for each other. tests/c/strip_join.cpp runs this class on the CPU."""
+    """CTAs that add up their sums of a row wait for each other. tests/c/strip_join.cpp runs class StripJoin on the
+    CPU."""
     text = (CSRC / "rows" / "strips.cuh").read_text()
     begin, end = text.index("// A sum over the columns of a strip."), text.index("// ---- on the host ----")
     (tmp_path / "strip_join.inc").write_text(text[begin:end])

@@ -88,8 +88,8 @@ def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, d
 
 
 def test_demo_shows_every_function():
-    """The demo's table has every function of the package, except for ops made by `new`. It does not know their
-    arguments, and recorded_bits.json does not have them."""
+    """The demo's table has every function of the package, except for ops made by `new`. The demo does not know the
+    arguments of such ops, and recorded_bits.json does not have these ops."""
     shown = [case.name for case in demo_table.cases()]
     assert len(set(shown)) == len(shown)
     bits = json.loads((PACKAGE.parent / "tests" / "recorded_bits.json").read_text())

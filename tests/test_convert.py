@@ -233,8 +233,9 @@ def test_norms_in_every_dtype(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, device: str) -> None:
-    """Llama's norm rounds the normalized x and its product with the weight, and the op only the product. They differ by
-    up to 1.5 eps, or more where float32's error decides a rounding. Gemma's norm, too, rounds only the product."""
+    """Llama's norm rounds the normalized x and its product with the weight, and the op only the product. Their results
+    differ by up to 1.5 eps, or more where float32's error decides a rounding. Gemma's norm, too, rounds only the
+    product."""
     x = torch.randn(256, 64, device=device, dtype=dtype)
     for norm, bound in ((LlamaRMSNorm(64), 1.5), (GemmaRMSNorm(64), 1.0)):
         torch.nn.init.normal_(norm.weight)
@@ -812,7 +813,7 @@ def test_scripting_gets_a_sentence_that_is_true(name: str) -> None:
     convert(model)
     with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile .*, whose forward is Python code that"):
         torch.jit.script(model)
-    if name.startswith("torch layer"):  # of the originals, torch.jit.script compiles only these two
+    if name.startswith("torch layer"):  # torch.jit.script compiles only these two of the original norms
         nn.revert(model)
         torch.jit.script(model)
 

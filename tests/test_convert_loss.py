@@ -221,7 +221,8 @@ def test_tuples_hold_logits(configured: bool) -> None:
 
 
 def test_a_forward_that_names_return_dict() -> None:
-    """convert makes Mamba2's loss linear. Its forward has return_dict, reads the head's dtype, and casts logits."""
+    """A Mamba2 gets the linear loss. Its forward has return_dict, reads the output layer's dtype, and casts the
+    logits."""
     options = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8}
     stock = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=61, num_hidden_layers=1, **options))
     model = copy.deepcopy(stock)

@@ -199,7 +199,8 @@ def test_gradient_checkpointing(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "t5"])
 def test_generates_the_same_tokens(name: str, device: str) -> None:
-    """A converted model with a cache generates the original's tokens: after the whole prompt, one row at a time."""
+    """A converted model generates the original's tokens with a cache, so that norms get one row per sequence at a
+    time."""
     stock, model = (each.eval() for each in pair(name, device=device))
     tokens = make_inputs(stock)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}

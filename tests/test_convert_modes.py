@@ -94,8 +94,8 @@ def fresh_modules() -> Any:
 
 
 def model_of(source: types.ModuleType) -> torch.nn.Module:
-    """Makes a model of all kinds of modules that convert runs to compare them with an op. Only number 5 does not
-    fit."""
+    """Makes a model with every kind of module that convert runs on test inputs. convert changes all of them but number
+    5, DetachedAttention."""
     norms = [CohereLayerNorm, GemmaRMSNorm, LlamaRMSNorm]
     parts = [source.Attention(), source.DetachedAttention(), source.MLP(), source.Block(), source.Functional()]
     model = torch.nn.Sequential(*(norm(64) for norm in norms), NewGELUActivation(), *parts)

@@ -103,8 +103,9 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """A row has the same results in a small and in a large tensor, for which a GPU uses clusters or an L2 policy."""
-    parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # for smaller tensors the GPU uses other kernels
+    """A row has the same results in a tensor and in a part of it. On a GPU, forward uses L2 hints only for the whole
+    tensor."""
+    parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # a smaller part has another backward kernel
     step = max(1, size // (cols * 4) // 8) * 8  # each part's first row is aligned to 16 bytes
     rows = [torch.randn(parts * step, cols + gap, device=device)[:, :cols] for _ in range(4)]
     weight, bias = (torch.randn(cols, device=device) for _ in range(2))
@@ -166,13 +167,13 @@ def test_half_inputs_against_float64(
 def test_forward_at_many_widths(
     dtype: torch.dtype, weights: torch.dtype | None, p: float, name: str, device: str
 ) -> None:
-    """Forward is right at widths that reach all of the GPU's kernels for large tensors. Small ones have others."""
+    """Forward is right for rows of 64 to 16384 columns, for which a GPU uses kernels of several shapes."""
     for cols in NORM_WIDTHS:
         rows = (5 << 19) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         leaves = inputs(cols, dtype, device, rows, weights)
         exact = composed(name, *(t.detach().double() for t in leaves), p, 3)
         for a, b in zip(fused(name, *leaves, p, 3), exact, strict=True):
-            # test_half_inputs_against_float64's bound, plus log2(cols) float32 roundings in the sums of a row.
+            # The bound of test_half_inputs_against_float64, plus log2(cols) float32 roundings in the sums over a row.
             bound = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 
@@ -194,7 +195,8 @@ def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: 
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, device: str) -> None:
-    """Gradients are right at widths that reach all of the GPU's kernels for large tensors. Small ones have others."""
+    """Gradients are right for rows of 64 to 16384 columns in large tensors. On a GPU, small tensors use other
+    kernels."""
     drop = (lambda t: ops.dropout(t, p, seed_of(t.device, 3))) if p else (lambda t: t)
     eps = torch.finfo(dtype).eps
     for cols in NORM_WIDTHS:

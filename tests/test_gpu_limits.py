@@ -139,7 +139,7 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 
 def recurrence() -> Sample:
-    """Returns a recurrence with a and b of other memory orders, for which a kernel first computes row addresses."""
+    """Returns a recurrence whose a and b differ in memory order, so that a kernel first computes addresses of rows."""
     b = leaf(5, 3, 20_000).detach().transpose(0, 1).requires_grad_()
     return Sample((leaf(3, 5, 20_000, seed=1).detach().sigmoid().requires_grad_(), b), {"dim": -1})
 

@@ -101,7 +101,7 @@ def test_planted_results_are_refused(spec: OpSpec) -> None:
 
 
 INDEPENDENT = [spec for spec in all_specs() if spec.from_saved is None and not spec.has_products]
-# Of the ops whose backward reads their rounded results, those whose reference's backward reads them, too.
+# The softmaxes, whose backward and whose reference's backward read the rounded results, without their `from_saved`.
 SAVING = [replace(spec, from_saved=None, saves_results=True) for spec in all_specs() if "softmax" in spec.name]
 
 

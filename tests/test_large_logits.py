@@ -71,8 +71,8 @@ def test_cross_entropy(dtype: torch.dtype, inner: int, label_smoothing: float, r
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_token_log_probs(dtype: torch.dtype, temperature: float, device: str) -> None:
-    """The expected gradients use the derivatives [c = target] - p of log_p[target] and -p * (log_p + entropy) of
-    entropy."""
+    """Log-probabilities, entropies and their gradients are right. By the logits, the derivative of log_p[target] is [c
+    = target] - p, and that of the entropy is -p * (log_p + entropy)."""
     logits, target = rows_of(dtype, device)
     logits.requires_grad_()
     log_p = (logits.detach().double() / temperature).log_softmax(-1)

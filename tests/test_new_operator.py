@@ -210,7 +210,8 @@ def operator_of(*words: str) -> roles.Operator:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_entries_say_what_nested_tensors_and_dtensors_get(name: str) -> None:
-    """As tests/battery/test_registration.py asks of each entry of a public op."""
+    """The entry that `new --schema` writes has the parts for which tests/battery looks: nested, sharding, fake,
+    backward."""
     entry = generate_python.entry(operator_of(*PLANTED[name])).split("register(")[1]
     assert "nested=" in entry and "sharding=" in entry and "fake=" in entry and "backward=" in entry
 
@@ -244,7 +245,8 @@ def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str]
 @pytest.mark.parametrize("rank", ["[n]", "[*, a, b]", "[a, b, c]", "[a, b, c, d, e]", "[3, *, 4]"])
 @pytest.mark.parametrize("shape", [(), (0, 33), (6, 33), (2, 6, 5, 33)])
 def test_samples_have_the_rank_of_the_first_tensor(rank: str, shape: tuple[int, ...]) -> None:
-    """Else tests of other shapes pass with no sample."""
+    """The written `sample_inputs` yields two samples with the rank of the first tensor's pattern, also for a shape of
+    another rank. With no sample, tests would pass that compare nothing."""
     text = generate_tests.spec(operator_of("f(Tensor x, SymInt k) -> Tensor", "--role", f"x={rank}"))
     names: dict[str, Any] = {"Sample": Sample}
     exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
@@ -255,7 +257,8 @@ def test_samples_have_the_rank_of_the_first_tensor(rank: str, shape: tuple[int, 
 
 
 def test_without_work_items_an_op_that_writes_returns_early() -> None:
-    """An op that only writes into arguments may have nothing to do although these have elements."""
+    """The shim of an op that only writes returns early if there are no work items, here if `key` has no elements, and
+    not if the written `cache` has none."""
     words = "f(Tensor(a!) cache, Tensor key, Tensor slots) -> ()"
     roles = ["cache=[places, width]", "key=[tokens, width]", "slots=index:cache[0]:[tokens]"]
     shim = generate_shim.shim(operator_of(words, "--role", *roles, "--work", "items=[*key]"))
@@ -268,8 +271,8 @@ def test_nothing_may_be_saved() -> None:
 
 
 def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() -> None:
-    """The second sample has another value of each number, whatever the default is. A tensor like another one, which is
-    not the first, has that one's shape."""
+    """A written spec has a sample with the defaults, and one with another value of each bool, int and float. The tensor
+    z, whose role is like:y, has the shape of y and not of the first tensor."""
     words = "f(Tensor x, Tensor y, Tensor z, bool off=False, bool on=True, int count=2, float by=0.25) -> Tensor"
     text = generate_tests.spec(operator_of(words, "--role", "x=[*, n]", "y=[3, heads]", "z=like:y"))
     for line in ("off = (False, True)", "on = (True, False)", "count = (2, 3)", "by = (0.25, 0.5)"):

@@ -111,8 +111,9 @@ def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_a_row_does_not_depend_on_how_many_there_are(
     dtype: torch.dtype, gap: int, cols: int, name: str, device: str
 ) -> None:
-    """A row has the same bits in a small tensor and in a large one, for which a GPU uses other kernels and L2 hints."""
-    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels on a GPU
+    """A row has the same bits in a tensor and in a part of it. On a GPU, forward uses L2 hints only for the whole
+    tensor."""
+    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # a smaller part has another backward kernel
     step = max(1, size // (cols * dtype.itemsize) // 8) * 8  # parts begin at multiples of 16 bytes
     x, grad_out = (torch.randn(parts * step, cols + gap, device=device).to(dtype)[:, :cols] for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
@@ -169,7 +170,8 @@ def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name
     ids=str,
 )
 def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
-    """Forward is right for every width, all kinds of weights, and few and many rows. These select a GPU's kernel."""
+    """Forward is right for every width and all kinds of weights, which select a GPU's kernel, and for few and many
+    rows."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         x = torch.randn(rows, cols, device=device).to(dtype)
@@ -181,7 +183,8 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
         )
         y = getattr(extension_cpp, name)(*given)
         exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-        # The bound is that of the next test, but for trees of log2(16384) roundings. Weight and bias contribute two.
+        # y is rounded once. Mean and rstd are sums in trees, each with log2(16384) roundings of half an eps, which
+        # makes 14 eps for both. Weight and bias contribute 2 eps.
         bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
         assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
 

@@ -69,7 +69,7 @@ def test_no_worse_than_eager_on_long_sums(device):
     n = 1 << 24
     ramp = torch.linspace(0, 1, n, device=device)
     spike = torch.ones(n, device=device)
-    spike[0] = 2.0**24  # added to it one by one in float32, all ones would be lost
+    spike[0] = 2.0**24  # a float32 sum that begins with 2^24 would lose all ones
     alternating = torch.randn(n, device=device) * 1e4
     alternating[1::2] = -alternating[::2] + 1e-3
     for x in (torch.rand(n, device=device), ramp, spike, alternating):
@@ -82,7 +82,8 @@ def test_no_worse_than_eager_on_long_sums(device):
 def test_one_large_term_keeps_the_small_ones():
     x = torch.ones(1 << 20)
     x[5] = 2.0**24
-    # Only ones that are added in the float lane and the batch of the large term can be lost.
+    # A one that is added to 2^24 in float32 is lost. A float lane adds at most a few dozen terms before its sum becomes
+    # a double.
     assert abs(reduce_sum(x).item() - (2.0**24 + 2.0**20)) <= 64
 
 

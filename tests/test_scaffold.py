@@ -212,7 +212,8 @@ def test_commands_refuse_a_folder_that_is_in_no_tree(untouched, one_tree, tmp_pa
     (tmp_path / "build_library.py").write_text('import os\nNAMESPACE = "my_kernels"  # of its operators\n')
     sentence = f"the package my_kernels in {tmp_path} has no command of its own"
     assert sentence in refused(capsys, *words) and sentence in refused(capsys, *words, "--in", str(tmp_path))
-    # With --in, and in a repository's folders, its own command runs: only that command rejects the name "common".
+    # With --in, or in a folder of a repository, the command finds the repository and runs the repository's own command.
+    # The message about the name "common" comes from that command.
     assert "common" in refused(capsys, *words[:1], "common", "--in", str(one_tree / "docs"))
     monkeypatch.chdir(one_tree / "docs")
     assert "common" in refused(capsys, *words[:1], "common")
@@ -395,7 +396,7 @@ def with_objects(tree: Path) -> dict[str, str]:
     """Copies the objects of this repository's build into `tree`, so that only new code and the shims are compiled
     there. Returns the environment for a build without GPU code, where new code would share a file with other ops."""
     build, folder = read_build(), library_objects()
-    if build is None or folder is None:  # this library was built elsewhere, or before its sources changed
+    if build is None or folder is None:  # no release build in build/ has this library, or a source is newer
         return environment("cpu") | {"DEBUG": "1"}
     shutil.copytree(folder, tree / "build" / "release-cpu")
     return environment("cpu")
@@ -418,7 +419,8 @@ def test_library_that_is_older_than_its_sources(tree):
     assert told.stderr.startswith("error: extension_cpp's library is older than its sources: ")
 
 
-# Rewriting the assertions of copied tests takes seconds, and only makes failures more readable.
+# An option of pytest for copied tests. Without it pytest would rewrite their assertions, which takes seconds and only
+# makes failures more readable.
 AS_IT_STANDS = ["--assert=plain"]
 # Selects, for pytest -k, tests of unchanged templates in runs without --slow: values, gradients, fakes, messages.
 FEW = "right_for_every_shape or opcheck or gradcheck or refuse_what or sentence or real_strides or test_mutation"

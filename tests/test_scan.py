@@ -294,8 +294,8 @@ SHARED = {"each head": (-1,), "each line": (1,), "each channel": (-2,), "each st
 def scans_of_slices(
     ops: Mapping[str, Callable[..., Tensor]], shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
 ) -> list[tuple[Callable[..., Tensor], list[Tensor]]]:
-    """Returns functions that scan, with operands and the gradient of the result. In operands no single stride steps
-    through two dimensions, except in dense broadcast factors. A last dimension of whole vectors is not sliced."""
+    """Returns functions that scan, each with its operands and grad_out. No single stride of an operand steps through
+    two of its dimensions, except in dense broadcast factors. A last dimension of whole vectors is not sliced."""
 
     def sliced(sizes: Sequence[int]) -> Tensor:
         steps = [1 if size == shape[-1] and size % 8 == 0 else 2 for size in sizes]

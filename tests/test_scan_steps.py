@@ -58,7 +58,8 @@ def is_right(scans: steps.Scans, step: str, shape: tuple[int, int], device: str)
     return torch.equal(y.double(), whole.cumsum(1, dtype=torch.float64))
 
 
-# Lengths at the ends of warps, chunks and tiles of `on_cpu`; unaligned rows; more rows than concurrent CTAs.
+# Shapes (rows, length). Lengths are below, at and above the 32 elements of a warp and the 256 elements of a tile of
+# `on_cpu`. Rows of an odd length are not aligned to 16 bytes, and 70 rows are more than the CTAs that run at once.
 SHAPES = [(0, 5), (3, 0), (1, 1), (3, 31), (5, 32), (70, 33), (4, 255), (4, 256), (3, 257), (3, 1020), (2, 9003)]
 
 
@@ -76,7 +77,8 @@ def test_every_level_of_the_tree(on_cpu: steps.Scans) -> None:
 
 
 def test_right_as_it_is(tmp_path: Path) -> None:
-    """The kernels are right with the tile size that they have on a GPU."""
+    """Three kernels with tiles of 4096 elements, as on a GPU, give exact sums of whole numbers when compiled for the
+    CPU."""
     scans = compiled_for_cpu(steps.SOURCE, tmp_path)
     torch.manual_seed(0)
     for shape in ((2, 4096 + 4), (1, 4096 * 2 + 1)):

@@ -146,7 +146,8 @@ def letters(x: Any) -> str:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
-    """Yields the spec's samples, fused norms with weights and no dropout, and recurrences with broadcast factors."""
+    """Yields the spec's samples and, in addition, recurrences with broadcast factors, and a fused norm without
+    dropout."""
     make = maker(DEVICE, dtype)
     yield from spec.sample_inputs(make, SHAPE)
     if spec.name == "linear_recurrence" and spec.options:
@@ -177,7 +178,7 @@ def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> Non
 
 
 def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: list[Tensor], what: str) -> None:
-    """Checks by the placements that no result or gradient was gathered without need."""
+    """Checks that results and gradients have the placements for which nothing was gathered without need."""
     expected = expected_placements(name, sample, d)
     for x in (*ours.outputs, *ours.outputs_no_grad):
         assert letters(x) == expected, f"{what}: {letters(x)}, expected {expected}"
@@ -509,7 +510,7 @@ def check_errors_over_classes(mesh: Any) -> None:
         with pytest.raises(RuntimeError, match=f"{op} {message}"):
             extension_cpp.cross_entropy(x, target, **options)
     y = x.detach().requires_grad_()
-    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # its second derivative must not be that of y * y alone
+    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # the second derivative must not be that of y * y alone
     (g,) = torch.autograd.grad(loss, y, create_graph=True)
     with pytest.raises(RuntimeError, match="cross_entropy: the second derivative is not implemented"):
         torch.autograd.grad(g.full_tensor().sum(), y)

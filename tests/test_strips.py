@@ -7,8 +7,9 @@ import torch
 from tests.checks import check, maker
 from tests.specs import cross_entropy, log_softmax, softmax
 
-# Shapes (outer, columns, inner), with softmax over `columns`. inner: whole vectors or not, and less than a cache line.
-# columns: few, and so many that a cluster's last CTA gets fewer or none. Last: more strips than run at once.
+# Shapes (outer, columns, inner), with softmax over `columns`. The inner elements are whole vectors or not, and may be
+# fewer than a cache line has. In some shapes the last CTA of a cluster gets fewer columns than the others, or none. The
+# last shape has more strips than run at once.
 SHAPES = [
     (1, 4096, 64),
     (2, 4100, 72),

@@ -102,7 +102,7 @@ import signal
 import sys
 import torch.distributed.fsdp  # once for both
 other = os.fork()
-signal.alarm(300)  # of each: one that waits for a process that is gone
+signal.alarm(300)  # ends a process that waits for one that is gone
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(other == 0))
 try:
     exec({SMALL!r})

@@ -33,7 +33,8 @@ void check_input(const char *name, const at::Tensor &x) {
   TORCH_CHECK(x.dim() == 2, "expected ", name, " of shape [B, D], but got ", x.sizes());
 }
 
-// The dispatcher picks the CUDA kernel if any argument is on a GPU. The other may be elsewhere.
+// The dispatcher picks the CUDA kernel if any argument is on a GPU. The other argument may be
+// elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);

@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t k = start + i * THREADS + t;
         if (k < n) y[row * n + k] = carry + (tree[i * THREADS + t] + own[i]);
       }
-      // needs no barrier: until the next one, each thread accesses only its own leaves
+      // No barrier is needed here: up to the next barrier, each thread accesses only its own
+      // leaves.
       carry += total;
     }
   }

@@ -94,7 +94,7 @@ def write(model: LanguageModel, alphabet: Tensor, prompt: bytes, length: int) ->
 
 
 def largest_difference(ours: Run, stock: Run) -> float:
-    """Returns the largest difference of the losses in the first CHECKED_STEPS, or NaN if one of these losses is NaN."""
+    """Returns the largest difference of the losses in the first CHECKED_STEPS steps, or NaN if one is NaN."""
     pairs = torch.tensor([ours.losses, stock.losses], dtype=torch.float64)[:, :CHECKED_STEPS]
     return float((pairs[0] - pairs[1]).abs().max())
 
@@ -197,7 +197,7 @@ def describe(device: str) -> str:
 
 
 def run(asked_device: str | None, steps: int) -> int:
-    """Runs the demo. Returns 1 if the losses differ in the first CHECKED_STEPS."""
+    """Runs the demo. Returns 1 if losses differ by more than TOLERANCE in the first CHECKED_STEPS steps, else 0."""
     check_compiler()
     device, remark = choose_device(asked_device)
     # torch would warn if a CUDA toolkit is installed without a GPU, which is no problem for the demo.

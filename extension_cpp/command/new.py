@@ -90,7 +90,7 @@ def _names(text: str) -> list[str]:
 
 
 def described(options: argparse.Namespace, name: str | None) -> Operator | None:
-    """Returns the operator of --schema, or None without --schema. If `name` is given, it must be the operator's."""
+    """Returns the operator of --schema, or None without --schema. A `name` must equal the operator's."""
     given = [option for option in OF_SCHEMA if getattr(options, option)]
     if options.schema is None:
         if given:
@@ -124,7 +124,7 @@ def run_remove(options: argparse.Namespace) -> int:
 
 
 def run_elsewhere(options: argparse.Namespace) -> int | None:
-    """Runs the same command of the user's tree and returns its exit status, or None if it is this tree."""
+    """Runs the command of the user's repository and returns its exit status, or None if that is this repository."""
     place = options.place.resolve()
     found = tree.tree_of(place)
     if found is None:
@@ -190,7 +190,7 @@ def from_schema(operator: Operator) -> Addition:
 
 
 def new(op: Addition, state: str) -> None:
-    """Adds an op to this tree. `state` says what its tests do before the user writes anything."""
+    """Adds an op to this repository. `state` says what its tests do before the user writes anything."""
     texts = tree.sources()
     tree.check_free(op, texts, lambda place: (tree.TREE / place).exists())
     changed = tree.with_op(texts, op)
@@ -258,7 +258,7 @@ def check_unused(name: str, plan: Plan) -> None:
 
 
 def remove(name: str) -> None:
-    """Removes an op from this tree: the files of `new`, and the compiled files."""
+    """Removes an op from this repository: the files of `new`, and the compiled files."""
     plan = plan_removal(name)
     tree.write(plan)
     for folder in (tree.TREE / "extension_cpp" / "csrc" / name, *compiled(name)):

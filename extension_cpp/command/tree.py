@@ -1,4 +1,4 @@
-"""The tree that `new` and `remove` change: its root, which names are free, the edits, and the writing of files.
+"""The repository or package (tree) that `new` and `remove` change: its root, free names, edits, and writing of files.
 
 This module needs neither torch nor the library. It reads and checks everything before it writes the first byte. If
 something stops the writing, all changes are undone.
@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = PACKAGE / "tree"
 TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 
-# The files of a tree that name each op.
+# The files of a repository, or of a package made by new-package, that name each op.
 EDITED = ("extension_cpp/ops.py", "extension_cpp/reference.py", "extension_cpp/_ops.pyi", "docs/ops.md", "README.md")
 
 LONGEST = 28  # characters; with a longer name a line of Python in a template would have more than 120 columns
@@ -49,7 +49,7 @@ class Addition:
     name: str
     files: dict[str, str]
     entry: str
-    reference: Callable[[int], str]  # called with the number of the first line of the definition
+    reference: Callable[[int], str]  # makes the definition, given its first line's number in the file
     stub: str
     row: str
     section: str
@@ -92,7 +92,7 @@ def top_level_names(text: str) -> set[str]:
 
 
 def sources() -> dict[str, str]:
-    """Returns the files of this tree that name ops, by their path."""
+    """Returns the texts of this repository's files that name ops, by their path."""
     shims = (TREE / "extension_cpp" / "csrc").rglob("*.cpp")
     places = [*EDITED, "extension_cpp/__init__.py", *(str(path.relative_to(TREE)) for path in sorted(shims))]
     return {place: (TREE / place).read_text() for place in places}

@@ -17,10 +17,10 @@ class Known(NamedTuple):
     gated: str  # the op for activation(gate) * up
     module: type[torch.nn.Module]  # the module of torch.nn; the names in `options` are also attributes of it
     options: dict[str, Any]  # keyword arguments of function, gated and module
-    backward_options: tuple[bool, ...] = ()  # what `gated`'s backward operator takes in place of `options`
+    backward_options: tuple[bool, ...] = ()  # the arguments of `gated`'s backward operator for `options`
 
 
-# The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. A new
+# The activations by their names in Converted.changed. The name is `function` for PyTorch's default options. A new
 # activation needs only an entry here.
 TANH = " with approximate='tanh'"
 KNOWN = {
@@ -40,7 +40,7 @@ class Activation(NamedTuple):
 
     function: str  # a key of KNOWN
     input: str  # the name of forward's argument
-    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+    results: tuple[str, ...]  # the dtype rule (a key of formulas.RESULTS) in each context
 
     def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
         return activation(x, self.function, self.results)

@@ -137,8 +137,7 @@ def convert(
 def _losses(
     modules: dict[str, torch.nn.Module], is_linear: bool, choice: Choice, result: Converted
 ) -> list[tuple[torch.nn.Module, model_loss.Plan | None]]:
-    """Returns the models whose loss is replaced, each with the Plan of its linear loss or None. Adds the models' names
-    to `result`."""
+    """Returns the models whose loss is replaced, each with the Plan of its linear loss or None. Extends `result`."""
     losses = []
     for name, module in modules.items():
         if not model_loss.is_causal_lm(module):

@@ -187,7 +187,7 @@ def autocast(device: str) -> Iterator[None]:
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
-    """Runs the forward of the twin's class. Returns None if it raises, or returns another shape or device than x's."""
+    """Runs the forward of a module's class. Returns None if it raises, or returns another shape or device than x's."""
     try:
         with autocast(context), torch.random.fork_rng(devices=[]):
             y = twin.forward(x)

@@ -19,7 +19,7 @@ class Options(NamedTuple):
     centered: bool  # True: layer_norm, False: rms_norm
     offset: int  # a number added to the weight
     eps: Any
-    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+    results: tuple[str, ...]  # the dtype rule (a key of formulas.RESULTS) in each context
 
 
 class Norm(NamedTuple):
@@ -27,7 +27,7 @@ class Norm(NamedTuple):
 
     centered: bool  # as in Options
     offset: int
-    eps: str  # name of the attribute with eps; weight and bias are such names, too
+    eps: str  # name of the attribute with eps; `weight` and `bias` also name attributes
     weight: str | None
     bias: str | None
     input: str  # the name of forward's argument
@@ -169,7 +169,7 @@ def _exact(formula: Norm, eps: float, x: Tensor, weight: Tensor | None = None, b
 def _agrees(
     module: torch.nn.Module, formula: Norm, width: int, dtype: torch.dtype, dims: int, **attributes: Any
 ) -> bool:
-    """Returns whether a module, with these attributes changed, computes the formula, itself computed in float64.
+    """Returns whether a module with these attributes changed gives the formula's values, computed in float64.
 
     In float32 the bound covers sums of up to 2^16 squares that are added in a tree, and x - mean (16 to 20 roundings of
     half an eps each). In half types it covers the roundings of xhat, a product, the result and the row's statistics.

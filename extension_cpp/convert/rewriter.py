@@ -33,7 +33,7 @@ class Site(NamedTuple):
     """An expression in a forward that the call of an op may replace."""
 
     kind: str  # "gated", "add_norm", "dropout", "rotary"
-    name: str  # the module, as an attribute of self, or the function as the forward calls it
+    name: str  # the name of the module in self, or of the function as the forward writes it
     options: tuple[tuple[str, Any], ...] = ()  # constant keyword arguments of the function
     arguments: int = 4  # tensors of a "rotary" call: 4 (q, k, cos, sin), 3 (x, cos, sin), or 0 if it is not replaced
 

@@ -1,5 +1,5 @@
 """Implements the operators on DTensors. Importing this package registers a rule for every operator, and attaches the
-package to autograd.py, whose functions call it for DTensors. It is imported once torch.distributed.tensor is."""
+package to autograd.py, whose functions call it for DTensors. The import of torch.distributed.tensor imports it."""
 
 import sys
 

@@ -28,9 +28,9 @@ def check_dim(op: str, x: Tensor, dim: int) -> None:
 
 
 def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> Callable[..., Tensor]:
-    """Makes the fake of an operator whose first arguments are the tensors `names`. They and the result have the shape
-    and dtype of the last of these tensors. With along_dim, the next argument is one of their dimensions. `hint` is
-    added to the message about a wrong dtype."""
+    """Makes the fake of an operator whose first arguments are the tensors `names`. These tensors and the result have
+    the shape and dtype of the last one. With along_dim, the next argument is one of their dimensions. `hint` is added
+    to the message about a wrong dtype."""
 
     def fake(*args: Any) -> Tensor:
         *others, like = args[: len(names)]

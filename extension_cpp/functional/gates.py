@@ -63,7 +63,7 @@ class Gate:
     def __init__(self, op: str, activation: str) -> None:
         self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
         self.of_activation = getattr(_ops, f"{activation}_backward")  # maps (g, gate) to g * a'(gate)
-        self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # of (p, g, gate): p * g * a''(gate)
+        self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # for p, g, gate: p * g * a''(gate)
 
     def fake(self, gate: Tensor, up: Tensor, *options: Any) -> Tensor:
         check_gate(self.op, gate, up)

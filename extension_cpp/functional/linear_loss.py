@@ -260,7 +260,7 @@ class Logits:
 
 
 class Gradients:
-    """Sums the gradients of x (as rows), linear_weight and linear_bias over the chunks. Those not needed are empty."""
+    """Sums gradients of x (as rows), linear_weight and linear_bias over the chunks. Unneeded gradients are empty."""
 
     def __init__(self, chunk: Logits, call: Call, needs: Sequence[bool]) -> None:
         rows, linear_weight = chunk.rows, call.linear_weight
@@ -289,7 +289,7 @@ class Gradients:
 
 
 def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the loss and the gradients of x, linear_weight and linear_bias, those not needed empty."""
+    """Returns the loss and the gradients of x, linear_weight and linear_bias. Unneeded gradients are empty."""
     op = "linear_cross_entropy"
     check_linear(op, call)
     check_targets(op, call.target, call.linear_weight.shape[0], call.options.ignore_index)

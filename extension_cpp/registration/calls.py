@@ -89,7 +89,7 @@ def is_recorded() -> bool:
     torch.compile's backward graphs.
     """
     if is_compiling():
-        return torch.compiler._is_exporting_flag  # is_exporting() is always true while torch.compile traces it
+        return torch.compiler._is_exporting_flag  # is_exporting() is always true in code that torch.compile traces
     if forward_ad._current_level >= 0:  # no_grad does not switch forward mode off
         return True
     if _len_torch_dispatch_stack() > 0:

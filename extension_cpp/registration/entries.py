@@ -49,7 +49,7 @@ Rule = Callable[[Call], Iterator[Sharding]]
 
 NESTED: dict[str, Mark] = {}  # the mark of each operator, by its name; operators marked NONE are left out
 SHARDING: dict[str, Rule | Mark] = {}  # by operator
-AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # by operator; operators without a rule are left out
+AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # by the names of those operators that have a rule
 
 
 def register(

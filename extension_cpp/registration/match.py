@@ -23,7 +23,7 @@ from . import checks
 # itself has SAME, it may have any floating-point dtype.
 FLOATING = checks.DTYPES
 INT64, BOOL = (torch.int64,), (torch.bool,)
-SAME, SAME_OR_FLOAT32 = "same", "same or float32"  # float32 is allowed if the first tensor is half
+SAME, SAME_OR_FLOAT32 = "same", "same or float32"  # the second also allows float32 beside a half first tensor
 Dtypes = str | tuple[torch.dtype, ...]
 
 # All dtypes, in the order in which a message names them, which is that of EVERY_DTYPE in csrc/common/shim/op.h.
@@ -64,7 +64,7 @@ class Match:
 
     def __call__(self, name: str, x: Tensor | Sequence[Tensor] | None, dtypes: Dtypes, shape: str = "") -> None:
         """Fails unless x, or each tensor of the list x, is on the first tensor's device and has one of these dtypes and
-        this shape: "[rows, 4, *]", "like x", "broadcasts to x" or "" (see match.h). None is not checked."""
+        this shape: "[rows, 4, *]", "like x", "broadcasts to x" or "" (see match.h). x may be None."""
         if x is None:
             return
         if not isinstance(x, Tensor):

@@ -48,7 +48,8 @@ void check_input(const char *name, const Tensor &x) {
   check(x.dim() == 2, name, "of shape [B, D]", shape_of(x));
 }
 
-// The dispatcher picks the CUDA kernel if any argument is on a GPU. The other may be elsewhere.
+// The dispatcher picks the CUDA kernel if any argument is on a GPU. The other argument may be
+// elsewhere.
 void check_inputs(const Tensor &grad_out, const Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);

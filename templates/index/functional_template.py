@@ -63,7 +63,7 @@ def kernel_template_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tenso
 
 
 def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    (index,) = ctx.saved_tensors  # backward is linear in grad_out, and its derivative gathers again
+    (index,) = ctx.saved_tensors  # the derivative of backward, which is linear in grad_out, is forward's gather
     return {"grad_out": _ops.kernel_template(grad_grad_x, index)}
 
 

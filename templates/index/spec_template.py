@@ -52,5 +52,6 @@ SPEC = OpSpec(
     least_rank=1,
     terms=terms,
     exact=(0,),
-    positional=True,  # test_kernel_template.py tests huge tensors, in place of tests/battery
+    # With `positional`, tests/battery leaves out its test of huge tensors, which would cut x and keep `index`.
+    positional=True,  # test_kernel_template.py has a test of huge tensors instead
 )

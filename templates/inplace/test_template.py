@@ -19,7 +19,7 @@ def test_known_values(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("size", [64, 70_001])
 def test_steps_of_pytorch(size: int, device: str) -> None:
-    """Three calls change param as torch.optim.SGD does. After one step from 0, the momentum of both is the gradient."""
+    """Three calls change param as three steps of torch.optim.SGD do. At first both momentums are the gradient."""
     torch.manual_seed(0)
     ours = torch.randn(size, dtype=torch.float64, device=device)
     theirs = torch.nn.Parameter(ours.clone())

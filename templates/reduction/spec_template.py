@@ -29,8 +29,8 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Of a row 32 lanes are added, each in order. rstd, of which y is a multiple, has half of their sum's roundings.
-    Where squares overflow, nothing is promised. Products below the smallest normal number lose a part of it."""
+    """Bounds the rounding errors. A row is added in 32 lanes, and rstd has half of the sum's relative error. A row
+    whose squares overflow may have any result. `lost` bounds the error of products below the smallest normal number."""
     x, weight, *others = call.sample.args
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
     squares = x.square()

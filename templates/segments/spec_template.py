@@ -50,5 +50,6 @@ SPEC = OpSpec(
     launches=(1, 1),
     least_rank=1,
     terms=terms,
-    positional=True,  # test_kernel_template.py tests huge tensors, in place of tests/battery
+    # With `positional`, tests/battery leaves out its test of huge tensors, which would cut x and keep `offsets`.
+    positional=True,  # test_kernel_template.py has a test of huge tensors instead
 )

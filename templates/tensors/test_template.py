@@ -29,7 +29,7 @@ def test_no_tensors_and_no_elements(device: str) -> None:
 
 def tensors_of(count: int, seed: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Makes tensors of about 4096 elements, which is a chunk of the kernel, and of other sizes, 0 and 1 included. Some
-    do not begin at a multiple of 16 bytes."""
+    tensors do not begin at a multiple of 16 bytes."""
     sizes = [4096, 1, 0, 4097, 33, 8191, 12_288, 4095]
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(sizes[i % 8] + 1, generator=generator).to(device, dtype) for i in range(count)]

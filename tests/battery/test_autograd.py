@@ -70,7 +70,8 @@ def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype,
                         assert "backward" in str(error), "the forward has a plain form"
                         continue
                 for a, b in zip(results, expected, strict=True):
-                    # Each element sums terms near 1 over 33 columns or 5 rows. A term is one or two products.
+                    # The two may add in another order. An element is a sum over 33 columns or 5 rows, whose terms are
+                    # near 1.
                     size = max(1.0, b.abs().max().item()) if b.numel() else 0.0
                     torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * size)
 
@@ -94,7 +95,8 @@ def _second(f: Scalar, x: tuple[torch.Tensor, ...]) -> Any:
     return torch.func.grad(lambda *x: _total(torch.func.grad(f, _all(x))(*x)), _all(x))(*x)
 
 
-# Functions that apply a transform of torch.func to a scalar function f and return its result for the tensors x.
+# For each transform of torch.func, a function that applies it to a scalar function f, and returns the result for the
+# tensors x.
 FIRST_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
     "grad": lambda f, x: torch.func.grad(f, _all(x))(*x),
     "vjp": lambda f, x: torch.func.vjp(f, *x)[1](torch.tensor(2.0, dtype=x[0].dtype, device=x[0].device)),
@@ -299,8 +301,8 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_overloads_run_in_place_of_operators(spec: OpSpec, device: str) -> None:
-    """A plain call runs an overload without an Autograd kernel: with gradients, under no_grad and in backward. The
-    overload gives the same bits as the operator, and passes opcheck."""
+    """Where plain calls could run an operator, they run its overload without an Autograd kernel: in a forward with
+    gradients, under no_grad and in backward. The overload gives the operator's bits, and passes opcheck."""
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
         found: dict[str, tuple[torch.Tensor, ...]] = {}
 
@@ -329,7 +331,8 @@ def test_overloads_run_in_place_of_operators(spec: OpSpec, device: str) -> None:
             suffixes("gradients", functools.partial(backward, create_graph=True)),
             suffixes("plain", backward),
         ]
-        # On a GPU torch 2.11 runs backward in a thread of its own, where a call with gradients goes by the dispatcher.
+        # In the second case a backward with create_graph calls the operator. This is so on a GPU, because torch 2.11
+        # runs backward there in a thread of its own. In the third case backward calls no operator of this op.
         assert kinds in ([{NO_GRAD}, {NO_GRAD}], [{""}, {NO_GRAD}], [set(), set()])
         with torch.no_grad():
             assert suffixes("results", forward) == {NO_GRAD}
@@ -338,7 +341,7 @@ def test_overloads_run_in_place_of_operators(spec: OpSpec, device: str) -> None:
                 assert torch.equal(x, y) and x.stride() == y.stride()
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
-            # The overloads have no autograd, which opcheck's slowest test, test_aot_dispatch_dynamic, is for.
+            # opcheck's slowest test, test_aot_dispatch_dynamic, tests autograd, which the overloads do not have.
             tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
             for overload in with_overloads(called)[1:]:
                 torch.library.opcheck(overload, args, kwargs, test_utils=tests)

@@ -215,7 +215,8 @@ def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bo
         Seen.names.clear()
         with counted() as seen:
             spec.function(*args, **sample.kwargs)
-        # With lists, the public function calls the operator for each place: the other one has plain tensors.
+        # An op of lists, with two tensors in each list, is taken to call its operator once for each place. The call for
+        # the other place has only plain tensors, and is direct.
         assert len(seen) == bool(spec.lists) and any(spec.name in name for name in Seen.names), f"argument {i}"
 
 
@@ -335,7 +336,8 @@ def test_profilers_name_the_operator_or_an_overload(spec: OpSpec, device: str) -
 
 @every_differentiable_op
 def test_errors_are_those_of_the_operator(spec: OpSpec, device: str) -> None:
-    """With inputs that require grad; of a second backward; and of one whose inputs or results were written."""
+    """Direct calls raise the same errors as dispatcher calls: for wrong arguments that require grad, in a second
+    backward, and in a backward after inputs and a result were changed in place."""
 
     def message(call: Callable[[], Any]) -> str:
         try:
@@ -370,7 +372,8 @@ def test_errors_are_those_of_the_operator(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_compiled_autograd(spec: OpSpec, device: str) -> None:
-    """It traces the backward of a call that was not compiled."""
+    """Compiled autograd, which traces the backward of an uncompiled call, gives the outputs and gradients of eager
+    mode, for direct calls and for dispatcher calls."""
     sample, once = sample_of(spec, device), replace(spec, second_order=False)
     eager = outcome(once, sample)
     for way in (contextlib.nullcontext, by_the_dispatcher):

@@ -82,7 +82,8 @@ PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(),
 @pytest.mark.slow
 def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
     """Inductor compiles a graph of each op with some of PyTorch's ops, for permuted inputs with gaps. Without --slow,
-    only test_compile_with_inductor runs. It compiles all ops in one graph, which takes little longer than one op."""
+    only test_compile_with_inductor runs. test_compile_with_inductor compiles all ops in one graph, which takes little
+    longer than one op."""
     torch._dynamo.reset()
     for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
 
@@ -241,7 +242,8 @@ CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
 
 
 # Without --slow, strict torch.export, the slowest of CAPTURES, runs only under no_grad, under which a captured graph
-# might lose gradients. test_compile_fullgraph_with_dynamic_shapes runs Dynamo, on which it is based, with gradients.
+# might lose gradients. test_compile_fullgraph_with_dynamic_shapes runs Dynamo, on which strict torch.export is based,
+# with gradients.
 WAYS = [
     pytest.param(
         *(capture, gradients),

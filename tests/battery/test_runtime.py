@@ -45,8 +45,8 @@ VIEWS_AND_COPIES = {
 
 @pytest.mark.parametrize("spec", timed_specs(), ids=str)
 def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
-    """Of PyTorch's operators, an op calls only allocations, views and copies. On a GPU, it launches as many kernels as
-    its spec says, both for rows that one CTA processes and for rows that a cluster processes."""
+    """An op calls none of PyTorch's operators but allocations, views and copies. On a GPU, the op launches as many
+    kernels as its spec says, both for rows that one CTA processes and for rows that a cluster processes."""
     for shape in [(4096, 1024), (2100, 16384), (1100, 50304)] if device == "cuda" else [(300, 1024)]:
         sample = spec.bench.sample(maker(device, torch.float32), shape)
         outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
@@ -131,8 +131,9 @@ def _run_at_level(level: str, what: str) -> list[str]:
 
 
 def test_instruction_sets_agree() -> None:
-    """The kernels for the baseline instruction set give right results. Those for v3 and v4, which both have fused
-    multiply-adds, give the same bits. All other tests run the kernels for the machine's own instruction set."""
+    """The kernels for the baseline instruction set give right results. The kernels for v3 and v4, which both have fused
+    multiply-adds, give the same bits as each other. All other tests run the kernels for the machine's own instruction
+    set."""
     assert _run_at_level("baseline", "right") == ["level baseline"]
     if _run_at_level("v4", "level") != ["level v4"]:
         pytest.skip("this machine has no AVX-512, so that there is only one level with FMA")

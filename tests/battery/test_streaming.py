@@ -18,7 +18,7 @@ from tests.opspec import OpSpec, Sample
 
 # Shapes whose rows do not begin at multiples of a cache line, and one with rows of whole cache lines.
 SHAPES = [(9, 331), (4, 1024), (2, 3, 5, 67)]
-DTYPES = (torch.float32, torch.bfloat16)  # for other dtypes, only the block sizes differ
+DTYPES = (torch.float32, torch.bfloat16)  # float64 and float16 have the same code, with other block sizes
 # Ops without matrix products, whose bits may depend on the number of threads, which the second process chooses.
 WITHOUT_PRODUCTS = [spec for spec in SPECS if not spec.has_products]
 

@@ -10,7 +10,7 @@ from tests.battery import every_dtype, every_op
 from tests.checks import convert, run
 from tests.opspec import Make, OpSpec, Sample
 
-ROWS, COLS = 20_000, 9  # the kernels make 157 partial sums over the rows (csrc/common/column_sums.h)
+ROWS, COLS = 20_000, 9  # column_sums_part_rows() in csrc/common/column_sums.h makes 157 parts of the rows
 
 
 def rows_of_one_sign(dtype: torch.dtype, device: str) -> Make:
@@ -29,8 +29,8 @@ def rows_of_one_sign(dtype: torch.dtype, device: str) -> Make:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    """Yields samples without random masks, with which the results of the rows would differ. A recurrence runs along the
-    short dimension, because its reference is a slow loop."""
+    """Yields the op's samples with ROWS rows of COLS columns. A fused norm gets no dropout, because with a random mask
+    the results of the rows would differ. A recurrence runs along the columns, because its reference is a slow loop."""
     make = rows_of_one_sign(dtype, device)
     if spec.name == "linear_recurrence" and spec.options:
         for of_a in spec.options.values["a"]:
@@ -44,8 +44,8 @@ def samples(spec: OpSpec, dtype: torch.dtype, device: str) -> Iterator[Sample]:
 @every_op
 @every_dtype
 def test_sums_over_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Each result and gradient that is a sum over rows has the error of a float32 tree reduction, which is then rounded
-    to the dtype. For a recurrence it has one more rounding, because the terms of a broadcast factor's gradient are
+    """Results and gradients that are sums over 20,000 rows have at most the error of a float32 tree reduction that is
+    then rounded to the dtype. A recurrence may round once more, because the terms of a broadcast factor's gradient are
     stored in the dtype. In float64, the bound is that of adding all rows one by one, as losses and the reference do."""
     stored = 1 if spec.name == "linear_recurrence" else 0.5
     for sample in samples(spec, dtype, device):

@@ -55,7 +55,8 @@ def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str, re
 @every_op
 @every_dtype
 def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right for tensors large enough to fill the GPU, at widths that reach all kernels for such tensors."""
+    """Results are right for tensors that fill the GPU, at widths from 8 to 131072 for which kernels have different
+    shapes."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     narrow = (8, 48, 200, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2304, 2560, 3072, 4096, 4608, 5120)
@@ -65,13 +66,14 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     uneven = (18432, 60000, 100000, 118000, 122880)  # some threads of a cluster load one vector more than other threads
     odd = (33, 129, 257, 385, 513, 641, 769, 1025, 1281, 1537, 2049, 2561, 3073, 3585, 4097, 5121, 6145, 8191)
     wide_odd = (8193, 10249, 14001, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
-    # The last CTA of a cluster gets no elements, in float32 and, at the second width, in a half type with a residual.
+    # At both widths the last CTA of a cluster gets no elements in float32. At the second width this also holds for a
+    # half type with a residual.
     last_block_empty = (30725, 61449)
     widths = (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty)
     # Ops with matrix products are tested at three widths, because cuBLAS chooses their kernels. One kernel of cuBLAS
     # 13.0 is wrong: it leaves out the last 8 of 24584 float16 features on an H200, even in torch.mm alone.
     for width in (1025, 4096, 50257) if spec.bench.flat or spec.has_products else widths:
-        # The number of rows makes the tensor larger than in other tests, and gives each cluster several rows.
+        # There are so many rows that each cluster processes several of them.
         size = (17 if width <= 16384 else 10) << 20
         shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
         # The spec of an op with a slow reference yields no sample for such a shape.
@@ -218,8 +220,8 @@ def test_rows_of_minus_infinity(spec: OpSpec, device: str) -> None:
     for width in (64, 65):
         for sample in spec.sample_inputs(maker(device, torch.float32), (3, width)):
             sample.args[0].detach()[1] = -float("inf")
-            # `limits` is set for a norm over all of x, for which PyTorch's fused rms_norm on a GPU, the reference,
-            # computes NaN for a finite number times 0.
+            # `limits` allows a finite value where the reference has NaN. On a GPU the reference is PyTorch's fused
+            # rms_norm, which in a norm over all of x gives NaN for a finite number times 0.
             check(spec, sample, limits=True)
 
 
@@ -269,8 +271,9 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
         pytest.skip("its matrix products and their memory are PyTorch's")
     if cols != 1 << 16 and device == "cpu":
         pytest.skip("the CPU's kernels count in int64 alone, and 2^32 elements take minutes")
-    few = 64  # with fewer rows, a kernel might use more threads per row and sum in another order
-    # `many` is a multiple of `few`, as 3 * few is, so that the last rows are aligned and summed in the same way.
+    few = 64  # a call with fewer rows might use more threads per row, and sum a row in another order
+    # The row counts `many` and, below, 3 * few are multiples of `few`. In each call the last rows then have the same
+    # alignment, and are summed in the same order.
     many = ((1 << 31 if cols == 1 << 16 else 1 << 32) // cols // few + 1) * few
     generator = torch.Generator().manual_seed(0)
     last = torch.randn(few, cols, generator=generator).bfloat16().to(device)
@@ -288,7 +291,7 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]
     compared = 0
-    for number, sample in enumerate(samples(many)):  # these may be fewer samples, if the op's reference is slow
+    for number, sample in enumerate(samples(many)):  # if the op's reference is slow, large tensors have fewer samples
         if number in apart:
             assert differences(spec, sample, many, few) == [], f"sample {number}"
             compared += 1

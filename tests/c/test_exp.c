@@ -70,8 +70,8 @@ static void visit_math(const float *sweep, void *context) {
   all->hash = hash_elements(all->hash, DTYPE_FLOAT32, y, SWEEP);
 }
 
-/* The bounds of exp and tanh are in units in the last place. The others are relative to the result:
- * in units of 2^-24 * (1 + |x|) for exp with a degree, and in units of 2^-24 for 2^x. */
+/* The bounds of exp and tanh are in units in the last place. The other bounds are relative to the
+ * result: in units of 2^-24 * (1 + |x|) for exp with a degree, and in units of 2^-24 for 2^x. */
 void test_softmax_math(uint32_t step) {
   static const char *const names[MATH_FUNCTIONS] = {"exp",  "degree 5",      "degree 4",
                                                     "tanh", "2^x, degree 5", "2^x, degree 4"};

@@ -23,7 +23,7 @@ typedef struct {
   int64_t outer, cols, inner, outer_stride;
   dtype_t dtype, acc;
   options_t options;
-  int offset; /* elements that every buffer begins past a multiple of 64 bytes */
+  int offset; /* by how many elements buffers begin past a multiple of 64 bytes */
   void *logits, *weight, *weight_sum, *grad_scale, *grad_loss, *grad_entropy, *total;
   int64_t *target;
   double *want[OUTPUTS], *slack[OUTPUTS];

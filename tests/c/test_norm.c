@@ -13,7 +13,7 @@ typedef struct {
   int64_t rows, cols, x_stride, grad_out_stride;
   dtype_t dtype, weight_dtype;
   int centered;      /* true for layer_norm */
-  int offset;        /* elements that every buffer begins past a multiple of 64 bytes */
+  int offset;        /* by how many elements buffers begin past a multiple of 64 bytes */
   double eps, value; /* x varies around `value` */
   void *in[INPUTS];  /* weight and bias may be NULL */
   double *want[OUTPUTS], *slack[OUTPUTS];

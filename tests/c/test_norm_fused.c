@@ -146,7 +146,8 @@ static void check_outputs(const fused_case *c, const buffer_t *got, const buffer
     if (k == GRAD_X && c->add && size_of(c) == 2) {
       for (int64_t i = 0; i < c->rows * c->cols; ++i) {
         const double a = element(c->dtype, got[k].data, i), b = element(c->dtype, want[k].data, i);
-        /* The separate kernels also round the norm's gradient. Both sides round the sum. */
+        /* The separate kernels also round the norm's gradient. The fused and the separate kernels
+         * round the sum. */
         CHECK(fabs(a - b) <= 2 * unit_at(&formats[c->dtype], 8),
               "fused norm: grad_x %lld is %a, not %a", (long long)i, a, b);
       }

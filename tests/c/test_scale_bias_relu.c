@@ -118,7 +118,8 @@ static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_
   buffer_free(&partial);
 }
 
-/* Runs forward, and backward for one or both gradients. `offset` counts elements past 64 bytes. */
+/* Runs forward, and backward for one or both gradients. Buffers begin `offset` elements past a
+ * multiple of 64 bytes. */
 static void run_case(const sbr_case *c, int offset) {
   const size_t at = (size_t)offset * formats[c->dtype].size;
   const void *const data[3] = {c->x, c->grad_out, c->bias};

@@ -242,7 +242,8 @@ void test_scan_sizes(uint32_t step) {
   }
 }
 
-/* Tests lines of three parts. One work item scans a whole line, or each part is a work item. */
+/* Tests lines of three parts. In some cases one work item scans a whole line, in others each part
+ * is a work item. */
 void test_scan_parts(uint32_t step) {
   static const int64_t inner[] = {1, 9};
   const int64_t length = 2 * SCAN_PART + 33;

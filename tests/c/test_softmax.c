@@ -8,7 +8,7 @@ typedef struct {
   int64_t outer, cols, inner;
   dtype_t dtype;
   int is_log;
-  int offset;             /* elements that every buffer begins past a multiple of 64 bytes */
+  int offset;             /* by how many elements buffers begin past a multiple of 64 bytes */
   void *x, *grad_out, *y; /* y is random data for backward */
   double *want_y, *slack_y, *want_grad, *slack_grad;
 } softmax_case;

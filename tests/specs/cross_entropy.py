@@ -130,7 +130,8 @@ def loss_terms(
         return rows + product(smooth, total(w * (of_z + of_lse)))
 
     pull = (1 - label_smoothing) * of_target + smooth * w.sum() + 2 * z_weight * lse.abs()
-    # In float64 the reference subtracts the rounded lse, and the op subtracts the two parts of lse one by one.
+    # In float64 the reference subtracts lse rounded to one number, and the op subtracts lse as two numbers. The
+    # difference is a rounding of lse.
     relative = 1 + (z - lse).abs() + z_rounds + average + (lse.abs() if call.dtype is torch.float64 else 0.0)
     lse_size = lse.abs() + 1 + average
     gradient = product(p, pull * relative) + product(z_weight * p, 2 * lse_size)

@@ -49,7 +49,8 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     y, gw = d * rstd, g * w
     plain = rstd * (with_mean(gw, -1) - y * average(gw * y))
     own = moved is None
-    # If `own`, m bounds the op's rounding of d. Subnormal numbers are rounded as much as the smallest normal number.
+    # m bounds the change of x. If `own`, it is the op's rounding, in eps, which for a subnormal x is that of
+    # call.least.
     m = x.abs() + call.least if own else moved.clamp(max=LARGE)
     relative = own + zero_for_nan(rstd * average(y.abs() * m))  # the relative change of rstd
     y_moves = rstd * with_mean(m, 1) + y.abs() * relative
@@ -63,7 +64,7 @@ def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     if own:
         result = result if bias is None else result + bias.abs()
         gx = gx + rstd * (with_mean(gw.abs(), 1) + y.abs() * average((gw * y).abs()))
-        # In a row of equal values, y is only the rounding error of the mean. A product of two such errors matters here.
+        # In a row of equal values, y is only the rounding error of the mean. This product of two errors then matters.
         gx = gx + call.eps * rstd * y_moves * average(gw.abs() * y_moves)
         gweight = gweight + zero_for_nan((g * y).abs())
     sums = (each.sum_to_size(w.shape) for each in (gweight + lost, g.abs() if own else torch.zeros_like(g)))

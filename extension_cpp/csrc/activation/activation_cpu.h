@@ -1,4 +1,4 @@
-/* Those functions for activation_cpu_math.h that do not depend on the element type. */
+/* Functions that activation_cpu_math.h calls, and that do not depend on the element type. */
 #ifndef EXTENSION_CPP_ACTIVATION_CPU_H
 #define EXTENSION_CPP_ACTIVATION_CPU_H
 

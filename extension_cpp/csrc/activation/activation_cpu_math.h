@@ -18,7 +18,7 @@ ALWAYS_INLINE ACC NAME(exp_scaled)(ACC x) {
   return HALF ? (ACC)exp_scaled_short_float((float)x) : EXP_SCALED(x);
 }
 
-/* The values s(u), s (1 - s) and |1 - 2 s|. */
+/* The logistic function s(u), its slope s (1 - s), and |1 - 2 s|. */
 typedef struct {
   ACC value, slope, balance;
 } NAME(logistic_t);

@@ -24,7 +24,7 @@ struct Jet {
   A value, first, second;
 };
 
-// The values s(u), s (1 - s) and |1 - 2 s|.
+// The logistic function s(u), its slope s (1 - s), and |1 - 2 s|.
 template <typename A>
 struct Logistic {
   A value, slope, balance;
@@ -71,7 +71,7 @@ __device__ inline float horner(const float (&c)[N], float t) {
   return g;
 }
 
-// The values exp(-x^2 / 2), Phi(-|x|) and x^2.
+// The values from which gelu and its derivatives are computed: exp(-x^2 / 2), Phi(-|x|) and x^2.
 template <typename A>
 struct Gauss {
   A density, tail, square;

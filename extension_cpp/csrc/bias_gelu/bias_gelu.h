@@ -48,7 +48,8 @@ typedef struct {
 
 /* CPU kernels. `args` points to the argument struct. Forward processes chunks [begin, end) of CHUNK
  * elements. Backward processes work items [begin, end), one per part and tile
- * (common/column_sums.h). After backward, grad_bias_cpu processes tiles [begin, end) of columns. */
+ * (common/column_sums.h). After backward, bias_gelu_grad_bias_cpu processes tiles [begin, end) of
+ * columns. */
 void bias_gelu_forward_cpu(int64_t begin, int64_t end, void *args);
 void bias_gelu_backward_cpu(int64_t begin, int64_t end, void *args);
 void bias_gelu_grad_bias_cpu(int64_t begin, int64_t end, void *args);

@@ -80,7 +80,7 @@ typedef struct {
 typedef struct {
   loss_rows rows;
   const void *lse;          /* (outer, inner, 2), ACC, from forward */
-  const void *grad_loss;    /* of grad_dtype; row r is at r * grad_stride (0 or 1) */
+  const void *grad_loss;    /* has grad_dtype; row r is at r * grad_stride (0 or 1) */
   const void *total;        /* one number, ACC; NULL means 1 */
   const void *entropy;      /* (outer, inner), ACC, from forward; NULL in cross_entropy */
   const void *grad_entropy; /* (outer, inner), of grad_dtype */

@@ -1,6 +1,8 @@
 /* The losses for inner > 1, in tiles of inner elements. loss_cpu_kernel.h includes this file. */
 
-/* The members of gradient_t for each lane of a tile, in block order. */
+/* What the gradients of a tile's inner elements are computed from: an array for each member of
+ * gradient_t (loss_cpu.c), with an entry for each lane. Lane k has inner element element_of(k) of
+ * the tile. */
 typedef struct {
   ACC shift[LOSS_TILE], factor[LOSS_TILE], at_target[LOSS_TILE], smooth[LOSS_TILE];
   ACC entropy_factor[LOSS_TILE], entropy[LOSS_TILE];

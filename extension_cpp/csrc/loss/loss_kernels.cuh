@@ -13,7 +13,7 @@ constexpr int CTA_THREADS = 256;
 // The number of vectors that a thread loads at once. TILE_VECTORS is the number of vectors per
 // thread of a wide row in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2, TILE_VECTORS = 8;
-constexpr int BACKWARD_CTAS = 5;  // CTAs per SM; this lets the compiler use 48 registers per thread
+constexpr int BACKWARD_CTAS = 5;  // CTAs per SM; with so many, a thread may have 48 registers
 
 // Range number `part` of indices, if `count` indices are divided into `parts` equal ranges.
 struct Cut {
@@ -242,7 +242,8 @@ __global__ void __launch_bounds__(CTA_THREADS, BACKWARD_CTAS)
                                                    tile == 0, apply);
       continue;
     }
-    // x and out have different alignment, so no vector is aligned in both.
+    // Here x and out differ in alignment, so that no vector is aligned in both. Elements are loaded
+    // one by one.
     const Cut mine(rows.cols, tiles, tile);
     for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
       float value[1] = {to_acc(x[c])};

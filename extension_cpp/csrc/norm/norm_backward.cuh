@@ -75,8 +75,8 @@ struct BackwardRows {
     }
   }
 
-  // Writes grad_x and grad_dropped. x[] holds xhat, grad[] holds g, and means[] the row's sums
-  // divided by cols.
+  // Writes grad_x and grad_dropped. x[] and grad[] hold xhat and g, as normalize() leaves them, and
+  // means[] holds the row's sums divided by cols.
   template <int M>
   __device__ void write_part(Part<M> part, int64_t row, const float (&x)[M], const float (&grad)[M],
                              const float (&means)[P], const Fragment &grad_sum,
@@ -123,7 +123,8 @@ struct BackwardRows {
     return static_cast<float *>(p.partial) + number * p.cols;
   }
 
-  // Marks the L2 lines of one of the last rows evict_normal again (Plan::release_from).
+  // Marks the L2 lines of the row evict_normal again, if the row is one of the last rows, from
+  // Plan::release_from on.
   __device__ void release(int64_t row) const {
     if (row < p.release_from || row >= p.rows) return;
     release_row(p.x_row(row), slice);
@@ -154,8 +155,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   const int64_t first;       // first row of this group of threads; the next one is first + p.groups
   Fragment x{}, grad_out{};  // elements of the next row
   float2 moments{};          // mean and rstd of the next row
-  // The mask of the next row's grad_out, or of the current row's grad_dropped. The mask is computed
-  // while loads are in flight.
+  // The dropout mask of the next row's grad_out, or of the current row's grad_dropped. The mask is
+  // computed while loads are in flight.
   Mask mask;
   int turn = 0;
 
@@ -252,7 +253,8 @@ __global__ void __launch_bounds__((PERSISTENT_THREADS<T, FORM, ALIGNED>), 1)
     persistent_kernel(const __grid_constant__ BackwardParams<T> p) {
   using Rows = PersistentRows<T, Norm, FORM, K, ALIGNED>;
   __shared__ typename Rows::Sum::Shared shared;
-  // In unaligned rows, a thread may own a single element (edge) besides its vectors.
+  // Room for a column sum of each element that the CTA's threads own in a row. In unaligned rows, a
+  // thread may own a single element (edge) besides those in its vectors.
   __shared__ __align__(
       16) float partial[PERSISTENT_THREADS<T, FORM, ALIGNED> * (PERSISTENT_ELEMENTS + !ALIGNED)];
   Rows rows(p, shared, blockIdx.x);

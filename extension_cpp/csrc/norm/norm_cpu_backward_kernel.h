@@ -6,8 +6,8 @@ typedef struct {
   ACC slope, level;
 } NAME(slope_t);
 
-/* The state while one part of the rows is processed (norm.h). It is passed by value, because the
- * compiler reloads an object after every store if its address has been passed to a call.
+/* The state while one part of the rows is processed (norm.h). The state is passed by value, because
+ * the compiler reloads an object after every store if its address has been passed to a call.
  *
  * In the functions below, `fused` is the state of a dropout, which may have no seed. For plain
  * norms it is the constant NULL, so that they do not pay for the fused variants. Each block tests
@@ -88,7 +88,7 @@ ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad
   }
 }
 
-/* Second pass over a row. It adds the row to the sums over rows, and writes grad_x = grad_out *
+/* The second pass over a row adds the row to the sums over rows, and writes grad_x = grad_out *
  * weight * rstd + xhat * slope + level. */
 ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, cpu_dropout_t *fused, wide_halves_t halves,
                                      int64_t c, int n, int stream) {

@@ -73,7 +73,8 @@ ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n)
 /* ---- normalise: used by forward and by both passes of backward ---- */
 
 /* The numbers of a row that normalise() needs. `offset` corrects for the rounding of `mean`: it is
- * (rounded mean - exact mean) * rstd. In backward it is 0, because forward stores only `mean`. */
+ * (rounded mean - exact mean) * rstd. In backward `offset` is 0, because forward stores only
+ * `mean`. */
 typedef struct {
   ACC mean, rstd, offset;
 } NAME(row_t);

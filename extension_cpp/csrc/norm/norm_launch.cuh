@@ -62,7 +62,8 @@ struct RowMask {
 // ---- on the host ----
 
 // These functions launch all kernels of the norms but the fallback kernels and the sum of partial
-// rows. They take longest to compile, and are in separate .cu files to be compiled in parallel.
+// rows. Their kernels take longest to compile, and are in separate .cu files to be compiled in
+// parallel.
 cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
                     cudaStream_t stream);
 cudaError_t backward(const norm_backward_args &args, Form form, const Plan &plan,

@@ -20,8 +20,9 @@
 
 namespace reduce_sum_kernels {
 
-// __launch_bounds__ below keeps three CTAs on an SM, with 48 KiB in flight, for kernels that would
-// otherwise take more registers.
+// Threads per CTA. sum_few_rows and sum_many_rows have __launch_bounds__(THREADS, 3), which limits
+// their registers so that three CTAs fit on an SM. Each thread of these CTAs has four vectors in
+// flight, which makes 48 KiB.
 constexpr int LOG_THREADS = 8;
 constexpr int THREADS = 1 << LOG_THREADS;
 constexpr int LOG_TILE_VECTORS = 5;  // log2 of the vectors in 512 bytes of a row
@@ -102,8 +103,8 @@ __device__ inline void store_sum(const reduce_sum_args &args, int64_t i, double 
 
 __host__ __device__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Returns a / b, in 32 bits if possible: in sum_few_rows a 64-bit division would double a thread's
-// time.
+// Returns a / b, in 32 bits if possible: a 64-bit division would double the time of a thread of
+// sum_few_rows.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
   if ((static_cast<uint64_t>(a | b) >> 32) == 0)
     return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
@@ -152,7 +153,8 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   return total + first + last;
 }
 
-// A group of 2^log_width lanes sums a span. WHOLE_BLOCK says that the group is the CTA.
+// Each group of 2^log_width lanes sums one contiguous span. If WHOLE_BLOCK is set, the CTA is a
+// single group.
 template <typename T, int U, bool WHOLE_BLOCK>
 __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int log_width) {
   const int64_t spans = args.outer * args.chunks;
@@ -295,8 +297,9 @@ void launch_spans(const reduce_sum_args &args, cudaStream_t stream) {
     sum_spans<T, 4, true><<<grid(spans), THREADS, 0, stream>>>(args, LOG_THREADS);
     return;
   }
-  // A lane reads about sixteen vectors, because a row needs about two hundred instructions besides
-  // its loads. There are at least as many lanes as a vector has elements (sum_span).
+  // Each lane of a group reads about sixteen vectors, because a span needs about two hundred
+  // instructions besides its loads. A group has at least as many lanes as a vector has elements, as
+  // sum_span() requires.
   const int log_lanes = log_at_least(LANES<T>, 5),
             log_wanted = log_at_least(ceil_div(vectors, 16), 5);
   const int log_width = log_wanted > log_lanes ? log_wanted : log_lanes;

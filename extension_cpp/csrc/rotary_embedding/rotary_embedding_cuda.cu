@@ -14,7 +14,7 @@ namespace rotary_embedding_kernels {
 
 constexpr int THREADS = 128;
 constexpr int HEADS = 4;
-constexpr int TILE_THREADS = 64;  // minimum per tile and head; these access neighbouring memory
+constexpr int TILE_THREADS = 64;  // minimum per tile and head, in neighbouring memory
 
 struct Problem {
   rotary_embedding_args args;

@@ -1,4 +1,4 @@
-/* Those definitions of rows/cpu_sum_exp_kernel.h that do not depend on the element type. */
+/* Definitions that rows/cpu_sum_exp_kernel.h uses, and that do not depend on the element type. */
 #ifndef EXTENSION_CPP_CPU_SUM_EXP_H
 #define EXTENSION_CPP_CPU_SUM_EXP_H
 

@@ -141,7 +141,7 @@ ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
   row->max = max;
 }
 
-/* Adds columns [begin, end) to the sums of the row; they are at most one chunk. With SOFTCAP or
+/* Adds columns [begin, end), which are at most one chunk, to the sums of the row. With SOFTCAP or
  * CALLS every block takes a function call. */
 ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begin, int64_t end,
                                     ahead_t ahead, NAME(map_t) map, int form) {
@@ -193,7 +193,7 @@ NOINLINE NAME(sums_t) NAME(rare_sums)(const T *x, int64_t cols, NAME(map_t) map)
 }
 
 /* Computes exp(x - max) / 2 in two factors, as 2^(x * LOG2E - shift). `shift` is max * LOG2E,
- * rounded. This saves one operation in eight. */
+ * rounded. This saves one operation in eight, compared with 2^((x - max) * LOG2E). */
 ALWAYS_INLINE ACC NAME(power_of)(ACC x, ACC max, ACC shift, ACC *power) {
   const ACC y = HAS_FMA ? FMA(x, LOG2E(x), -shift) : (x - max) * LOG2E(x);
   return EXP2_PARTS(y, NAME(DEGREE), power);

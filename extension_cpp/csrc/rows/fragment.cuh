@@ -53,7 +53,8 @@ struct RowSlice {
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
 };
 
-// Selects vector k of a thread's elements in a row, or with SIZE = 1 and k = K the thread's edge.
+// Names some of the elements that a thread owns in a row: its vector k, or with SIZE = 1 and k = K
+// its edge (a single element before or after the whole vectors).
 template <int N>
 struct Part {
   static constexpr int SIZE = N;
@@ -151,8 +152,8 @@ __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   }
 }
 
-// Marks the L2 lines of a CTA's slice of a row evict_normal. All threads that read it must call
-// this.
+// Marks the L2 lines of a CTA's slice of a row evict_normal. All threads that read the slice must
+// call this function.
 template <typename T, bool ALIGNED>
 __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &slice) {
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
@@ -177,9 +178,10 @@ struct ParameterVector {
   // vectors (float32 parameters of a half type) are instead loaded as the three aligned vectors
   // around them, because three loads are faster than eight.
   static constexpr bool HAS_THREE = !ALIGNED && VECTORS == 2;
-  // `words` begins with the word or vector that contains column c.
+  // The parameters as loaded. The first word (with HAS_THREE, the first vector of four words)
+  // contains column c.
   uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];
-  int shift;  // distance from `words` to column c, in bits (with HAS_THREE in words)
+  int shift;  // position of column c in `words`, in bits (with HAS_THREE in words)
 
   __device__ void load(const W *data, int c, int cols, bool is_there, float missing) {
     uint32_t fill = 0;

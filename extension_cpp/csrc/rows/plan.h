@@ -78,7 +78,7 @@ struct Plan {
   int cluster;  // number of CTAs that share a row
   int slice;    // columns of a row per CTA of the cluster
   int64_t ctas;
-  int64_t groups;     // PERSISTENT, PIPELINE: rows that are processed at once
+  int64_t groups;     // PERSISTENT, PIPELINE: number of rows that are processed at once
   int stages;         // PIPELINE: rows that fit into shared memory
   int stage_vectors;  // PIPELINE: vectors of each tensor in a stage
   int shared_bytes;   // dynamic shared memory per CTA, in bytes
@@ -272,7 +272,8 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   Plan plan{};
   if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p, device);
   plan.ctas = ceil_div(p.rows, plan.rows_per_cta) * plan.cluster;
-  // If only one tensor is read, waiting CTAs have too few bytes in flight without prefetches.
+  // While CTAs wait for their sums, too few bytes are in flight if only one tensor is read.
+  // Prefetches of later rows add to these bytes.
   if (p.form != Form::RESIDUAL && row_bytes(p) >= AHEAD_ROW_BYTES) {
     plan.ahead = static_cast<int>(device.l2_bytes / AHEAD_PARTS / row_bytes(p));
   }

@@ -157,7 +157,7 @@ inline StripShape strip_shape(int64_t cols, int64_t inner, int64_t vector_bytes,
                               bool has_clusters) {
   constexpr int64_t LINE = 128, SHARE = 32 << 10;  // bytes
   const int64_t lanes = ceil_div(inner, n);
-  // Returns the number of columns, rounded up to what x lanes process at once.
+  // Returns cols, rounded up to a multiple of the columns that a CTA with x lanes reads at once.
   const auto padded = [&](int x) {
     const int64_t at_once = STRIP_THREADS / x * STRIP_COLUMNS;
     return ceil_div(cols, at_once) * at_once;

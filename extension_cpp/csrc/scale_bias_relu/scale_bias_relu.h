@@ -47,7 +47,8 @@ typedef struct {
 
 /* CPU kernels. `args` points to the argument struct. Forward processes chunks [begin, end) of CHUNK
  * elements. Backward processes work items [begin, end), one per part and tile
- * (common/column_sums.h). After backward, grad_bias_cpu processes tiles [begin, end) of columns. */
+ * (common/column_sums.h). After backward, scale_bias_relu_grad_bias_cpu processes tiles [begin,
+ * end) of columns. */
 void scale_bias_relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_backward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_grad_bias_cpu(int64_t begin, int64_t end, void *args);

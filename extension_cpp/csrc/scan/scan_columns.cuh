@@ -26,7 +26,7 @@ struct ColumnTile {
   const Outer outer;
   const int64_t first_step, first_line;  // first step and first line of the CTA's tile
   const int run;                         // first step of the run, counted from first_step
-  const int steps;  // number of steps up to the lines' end, or p.plan.steps + 1 if less
+  const int steps;  // number of steps up to the lines' end, at most p.plan.steps + 1
 
   __device__ ColumnTile(const Params<Op> &p, const Outer &outer, unsigned tile, unsigned strip)
       : p(p),

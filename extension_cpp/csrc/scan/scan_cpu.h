@@ -69,7 +69,7 @@ ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; 
 #define UP_2_ZERO(x) UP_2(x, ZERO)
 #endif
 
-/* Returns the scan of the lanes of one register. */
+/* Returns the running sums of the lanes of one register. */
 ALWAYS_INLINE lanes_t scan_lanes(lanes_t x) {
   x += UP_1_ZERO(x);
   x += UP_2_ZERO(x);
@@ -82,7 +82,8 @@ ALWAYS_INLINE lanes_t scan_lanes(lanes_t x) {
   return x;
 }
 
-/* Scans `count` registers in place, as one sequence. `count` is a power of two up to 8. */
+/* Computes the running sums of `count` registers in place, as of one sequence. `count` is a power
+ * of two up to 8. */
 ALWAYS_INLINE void scan_registers(lanes_t *x, int count) {
   UNROLL for (int i = 0; i < count; ++i) x[i] = scan_lanes(x[i]);
   UNROLL for (int i = 0; i + 1 < count; i += 2) x[i + 1] += LAST(x[i]);

@@ -38,7 +38,7 @@ struct Operand {
 
 struct Result {
   scan_output at;
-  bool is_vector;  // rows: as in Operand; columns: a thread's lines are one aligned word
+  bool is_vector;  // rows: 16 aligned bytes per vector; columns: one aligned word per thread
 };
 
 template <typename A, typename As>

@@ -26,7 +26,7 @@ constexpr int MIN_VECTORS = 4;  // vectors along inner in the narrowest tile, wh
 // Returns how many neighbouring lines a thread scans: as many as fit into a word of 4 bytes (8 for
 // float64). `width` is the number of elements in a 16-byte vector.
 constexpr int lines_of(int width) { return width == 8 ? 2 : 1; }
-// The numbers of segments and lines in the narrowest tile, which lines of several tiles use.
+// The numbers of segments and lines in the narrowest tile. Long lines are divided into such tiles.
 constexpr int max_segments(int width) { return THREADS / (MIN_VECTORS * width / lines_of(width)); }
 constexpr int min_columns(int width) { return MIN_VECTORS * width; }
 // With fewer CTAs than this, some SMs could be without work.
@@ -90,7 +90,8 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     plan.run = plan.vectors * steps;
     plan.steps = plan.segments * plan.run;
     plan.tiles = ceil_div(shape.length, plan.steps);
-    // With one strip of short lines, a CTA would have few bytes in flight. It scans several strips.
+    // With one strip of short lines, a CTA would have few bytes in flight. A CTA therefore scans
+    // several strips.
     const auto strips = [&](int repeats) { return ceil_div(shape.inner, plan.columns * repeats); };
     while (plan.segments == 1 && 2 * plan.repeats * plan.vectors <= vectors &&
            strips(plan.repeats) > 1 && shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {

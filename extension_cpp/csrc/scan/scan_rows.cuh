@@ -24,7 +24,7 @@ struct RowTile {
   Outer first_row;
   int64_t number, first_step;  // index of the tile in its rows, and its first step
   int rows;
-  int steps;  // number of steps up to the rows' end, or p.plan.steps + 1 if less
+  int steps;  // number of steps up to the rows' end, at most p.plan.steps + 1
 
   // CTAs are numbered so that the first tiles of all rows come before the second tiles. When a tile
   // begins, most tiles that it waits for are then already done. There are at most 2^31 - 1 CTAs, so
@@ -164,8 +164,8 @@ struct Run {
     }
   }
 
-  // Loads vector k of the run for input i, in the order of the steps. It is number `in_row` among
-  // those vectors of the run that belong to the row.
+  // Loads vector k of the run for input i, in the order of the steps. Among the vectors of the run
+  // that belong to the same row, vector k is number `in_row`.
   __device__ void get(A (&v)[N], int i, int k, int in_row) const {
     p.unpack(v, row_vector<Op>(i, first + k));
     if (p.in[i].is_vector && p.in[i].at.step < 0 && at.count >= (in_row + 1) * N) reverse(v);

@@ -43,7 +43,7 @@ class ScanView {
 
   std::vector<int64_t> sizes_;  // sizes of the result; a 0-d result has one dimension here
   std::vector<int64_t> order_;  // all dimensions but the scanned one, the outermost in memory first
-  size_t outside_ = 0;          // how many of these have larger strides than the scanned one
+  size_t outside_ = 0;          // how many of order_ have larger strides than the scanned one
   int64_t dim_;
   bool reverse_;
   dtype_t dtype_;

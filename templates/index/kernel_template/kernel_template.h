@@ -41,8 +41,8 @@ typedef struct {
 } kernel_template_backward_args;
 
 /* CPU kernels. `args` points to the argument struct. Forward processes rows [begin, end) of out.
- * sort_cpu has a single work item, which computes ends and order. Backward then processes rows of
- * grad_x. */
+ * kernel_template_sort_cpu has a single work item, which computes ends and order. Backward then
+ * processes rows of grad_x. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_sort_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);

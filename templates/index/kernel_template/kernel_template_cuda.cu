@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
-  // one bit per index value, set if the value is the CTA's row
+  // One bit for each of the loaded index values. The bit is set if the value is the CTA's row.
   __shared__ unsigned found[EACH * WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
           if (lane == 0) found[e * WARPS + warp] = bits;
           any = any || is_row;
         }
-        // no thread reads `found`, because all of them continue
+        // If no thread has found the row, none reads `found`, so no second barrier is needed.
         if (!__syncthreads_or(any)) continue;
         for (int w = 0; w < EACH * WARPS; ++w) {
           for (unsigned bits = found[w]; bits != 0 && c < args.cols; bits &= bits - 1) {

@@ -1,6 +1,6 @@
 // kernel_template on the GPU, element by element. A thread processes two 16-byte vectors of each
-// operand (common/cuda/pointwise.cuh). It reads its elements of all operands before it writes, so
-// that results may overwrite operands.
+// operand (common/cuda/pointwise.cuh). The thread reads its elements of all operands before it
+// writes, so that results may overwrite operands.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/pointwise.cuh"

@@ -94,7 +94,7 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   args.rows = rows;
   args.cols = cols;
   args.dtype = dtype;
-  // Without rows grad_weight is 0. On a GPU this launch writes it, on the CPU the call below.
+  // Without rows grad_weight is 0. On a GPU this launch writes the zeros, on the CPU parallel_for.
   if (rows > 0 || x.is_cuda()) launch(op, KERNEL(kernel_template_backward), args, x, args.parts, 1);
   if (needs_grad_weight && !x.is_cuda()) {
     parallel_for(ceil_div(cols, 32), flat_grain(8), kernel_template_grad_weight_cpu, &args);

@@ -49,8 +49,8 @@ typedef struct {
 } kernel_template_backward_args;
 
 /* CPU kernels. Forward processes rows [begin, end), and backward parts [begin, end) of the rows.
- * After backward, grad_weight_cpu processes blocks [begin, end) of 32 columns. `args` points to the
- * argument struct. */
+ * After backward, kernel_template_grad_weight_cpu processes blocks [begin, end) of 32 columns.
+ * `args` points to the argument struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_grad_weight_cpu(int64_t begin, int64_t end, void *args);

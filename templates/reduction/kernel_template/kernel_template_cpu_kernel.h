@@ -38,8 +38,8 @@ static void NAME(forward_row)(const forward_args *args, int64_t row) {
   }
 }
 
-/* Computes grad_x of one row, and adds the row's terms of grad_weight to `sums`. Each is computed
- * only if it is needed. */
+/* Computes grad_x of one row, and adds the row's terms of grad_weight to `sums`. Either gradient is
+ * computed only if it is needed. */
 static void NAME(backward_row)(const backward_args *args, int64_t row, double *restrict sums) {
   const T *x = (const T *)args->x + row * args->cols,
           *grad_out = (const T *)args->grad_out + row * args->cols;

@@ -1,8 +1,9 @@
 // kernel_template on the GPU. `lanes` threads process a segment, or in backward a row, in vectors
-// of 16 bytes if every row begins at a multiple of 16 bytes. A CTA processes several if they are
-// short. Forward: each thread owns columns and adds the rows of the segment in their order, with
-// four rows in flight and without atomics. Segments of very different length leave threads idle.
-// Backward: a thread finds its row's segment by bisection of offsets, which the caches hold.
+// of 16 bytes if every row begins at a multiple of 16 bytes. A CTA processes several segments or
+// rows if they are short. Forward: each thread owns columns and adds the rows of the segment in
+// their order, with four rows in flight and without atomics. Segments of very different length
+// leave threads idle. Backward: a thread finds its row's segment by bisection of offsets, which the
+// caches hold.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda/vector.cuh"

@@ -104,7 +104,8 @@ class Match {
   std::deque<std::string> names_;  // names of the tensors in lists; given_ points to these strings
 };
 
-// joined({sizes_of(x.sizes(), 0, -1), {k}}) gives the sizes of x with the last one replaced by k.
+// The functions below make sizes. joined({sizes_of(x.sizes(), 0, -1), {k}}), for example, gives the
+// sizes of x with the last one replaced by k.
 
 // Returns the sizes of dimensions [begin, end). Negative indices count from the end.
 std::vector<int64_t> sizes_of(Sizes sizes, int64_t begin = 0, int64_t end = INT64_MAX);

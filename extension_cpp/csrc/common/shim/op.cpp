@@ -43,7 +43,7 @@ std::string dtype_string(ScalarType dtype) {
     case ScalarType::ComplexHalf: return "complex32";
     case ScalarType::ComplexFloat: return "complex64";
     case ScalarType::ComplexDouble: return "complex128";
-    default: break;  // of other dtypes, toString gives Python's name in capitals
+    default: break;  // for any other dtype, toString gives Python's name in capitals
   }
   std::string name = torch::headeronly::toString(dtype);
   for (char &c : name) c = static_cast<char>(std::tolower(c));

@@ -156,7 +156,8 @@ struct Kernel {
   int (*cuda)(const Args *args, void *stream);
 };
 
-// KERNEL(muladd_forward) has muladd_forward_cpu and, in a build with CUDA, muladd_forward_cuda.
+// KERNEL(muladd_forward) expands to a Kernel with the functions muladd_forward_cpu and, in a build
+// with CUDA, muladd_forward_cuda.
 #ifdef WITH_CUDA
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, name##_cuda }
@@ -275,11 +276,11 @@ struct FunctionOf<function> {
 };
 
 // DEF(m, "relu(Tensor x) -> Tensor", &relu) defines an operator with the schema "name(arguments) ->
-// results". It compares the schema with the C++ function: the type of each argument and result, and
-// their number. PyTorch does not compare them. If they differ, PyTorch reads the bits of one type
-// as those of another at each call. DEF therefore does not define such an operator, and the import
-// of the package raises the reason. (DEF must not throw, because no frame between here and Python
-// would catch the exception, which would end the process.)
+// results". DEF compares the schema with the C++ function: the type of each argument and result,
+// and their number. PyTorch does not compare them. If they differ, PyTorch reads the bits of one
+// type as those of another at each call. DEF therefore does not define such an operator, and the
+// import of the package raises the reason. (DEF must not throw, because no frame between here and
+// Python would catch the exception, which would end the process.)
 #define DEF(m, schema, ...) \
   ::extension_cpp::def(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
 
