@@ -76,7 +76,7 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Grad
     if grad_out is None:
         return {}
     x, weight, rstd = ctx.saved_tensors
-    needs_x, needs_weight, _ = ctx.needs_input_grad
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
     backward = _ops.kernel_template_backward
     grad_x, grad_weight = backward(grad_out, x, weight, rstd, needs_x, needs_weight)
     return {"x": grad_x, "weight": grad_weight}

@@ -45,7 +45,7 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    bench=Bench(bench, forward=1.25, backward=1.25),
+    bench=Bench(bench, forward=1.25, backward=1.25, by_lines=False),
     keeps_strides=False,
     launches=(1, 1),
     least_rank=1,
