@@ -175,7 +175,7 @@ WHOLE = {
 # Results files whose tables are only on the site, by the heading above their tables.
 ON_THE_SITE = {
     "GPU": ("h100", "h200", "h100-losses", "h100-strips", "h100-gates", "h100-scans"),
-    "CPU": ("cpu", "cpu-xeon", "cpu-plain-malloc", "cpu-gates", "cpu-scans"),
+    "CPU": ("cpu", "cpu-gates", "cpu-scans"),
     "What a call costs": ("host-cpu", "host-h200"),
 }
 
