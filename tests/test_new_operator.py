@@ -262,6 +262,17 @@ def test_without_work_items_an_op_that_writes_returns_early() -> None:
     assert "if (product_of(sizes_of(key.sizes())) == 0) return;" in shim and "cache.numel() == 0" not in shim
 
 
+def test_without_work_items_results_are_zeros() -> None:
+    """Results may have elements although there are no work items, as the sums of no rows into n segments have."""
+    zero = "torch::stable::zero_(each);"
+    for work, items in (("items=[*key]", "product_of(sizes_of(key.sizes()))"), ("rows", 'match.size("*")')):
+        shim = generate_shim.shim(operator_of("f(Tensor x, Tensor key) -> (Tensor y, Tensor z)", "--work", work))
+        assert f"if ({items} == 0) {{\n    for (Tensor each : {{y, z}}) {zero}\n    return {{y, z}};\n" in shim
+    unknown = ["--dtype", "y=int64", "--shape", "y=[?]", "z=[1]", "--work", "items=[*x]"]
+    assert zero in generate_shim.shim(operator_of("f(Tensor x) -> (Tensor y, Tensor z)", *unknown))
+    assert zero not in generate_shim.shim(operator_of("f(Tensor x) -> Tensor", "--grad", "x"))
+
+
 def test_nothing_may_be_saved() -> None:
     operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
     assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"

@@ -165,7 +165,8 @@ def header(operator: Operator) -> str:
     if operator.has_unknown_size:
         text += " * There are two launches. The first writes the unknown size to *count, where no result is allocated\n"
         text += " * yet. In the second, count is NULL.\n"
-    text += " * Nothing is written if there are no work items. */\n#pragma once\n\n#include <stdbool.h>\n\n"
+    left = "written arguments stay as they are" if operator.written else "results are zeros"
+    text += f" * Without work items no kernel runs, and {left}. */\n#pragma once\n\n#include <stdbool.h>\n\n"
     text += '#include "common/dtype.h"\n#include "common/range.h"\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n\n'
     for launch in launches(operator):
         text += "typedef struct {\n" + lines(_fields(launch)) + f"}} {launch.name}_args;\n\n"
