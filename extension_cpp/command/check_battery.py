@@ -198,7 +198,12 @@ def differentiated(case: Checked) -> tuple[Any, dict[int, Tensor | None], list[b
     places = [i for i in case.places(sample, floating=True) if i not in case.written]
     for i in places:
         sample.args[i].requires_grad_()
-    results = case.call(*sample.args)
+    try:
+        results = case.call(*sample.args)
+    except RuntimeError as error:
+        if case.written and re.search("requires? grad", str(error)):
+            raise NotRun(f"it writes into an argument, and takes none that requires grad: {sentence(error)}") from None
+        raise
     if not any(x.requires_grad for x in results):
         raise NotRun("no result requires grad")
     found = gradients(results, [sample.args[i] for i in places])
