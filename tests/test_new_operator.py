@@ -19,7 +19,7 @@ from extension_cpp.command import generate, generate_python, generate_shim, gene
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
-from tests.opspec import Sample
+from tests.opspec import Sample, indices_below
 from tests.test_scaffold import contents, lint, run, with_objects
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -241,19 +241,51 @@ def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str]
         assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
 
 
+def samples_of(shape: tuple[int, ...], *words: str) -> list[Any]:
+    """Returns the arguments of the samples that the spec of a schema makes for a shape."""
+    text = generate_tests.spec(operator_of(*words))
+    names: dict[str, Any] = {"Sample": Sample, "torch": torch, "indices_below": indices_below}
+    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
+    return [sample.args for sample in names["sample_inputs"](torch.ones, shape)]
+
+
 @pytest.mark.parametrize("rank", ["[n]", "[*, a, b]", "[a, b, c]", "[a, b, c, d, e]", "[3, *, 4]"])
 @pytest.mark.parametrize("shape", [(), (0, 33), (6, 33), (2, 6, 5, 33)])
 def test_samples_have_the_rank_of_the_first_tensor(rank: str, shape: tuple[int, ...]) -> None:
     """Else tests of other shapes pass with no sample. Where a shape has fewer dimensions, there are two rows: tests put
     -inf into the second row, and expand the first one."""
-    text = generate_tests.spec(operator_of("f(Tensor x, SymInt k) -> Tensor", "--role", f"x={rank}"))
-    names: dict[str, Any] = {"Sample": Sample}
-    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
-    samples = [*names["sample_inputs"](torch.ones, shape)]
-    assert len(samples) == 2 and all(x.args[0].shape[-1:] == (shape[-1:] or (2,)) or "4" in rank for x in samples)
-    count = len(samples[0].args[0].shape)
-    assert len(shape) >= count or samples[0].args[0].shape[0] > 1 or rank[1] == "3"
-    assert count == rank.count(",") + 1 if "*" not in rank else count >= rank.count(",")
+    samples = samples_of(shape, "f(Tensor x, SymInt k) -> Tensor", "--role", f"x={rank}")
+    assert len(samples) == 2 and all(x.shape[-1:] == (shape[-1:] or (2,)) or "4" in rank for x, _ in samples)
+    first = samples[0][0].shape
+    assert len(first) == rank.count(",") + 1 if "*" not in rank else len(first) >= rank.count(",")
+    assert len(shape) >= len(first) or first[0] > 1 or rank[1] == "3"
+
+
+@pytest.mark.parametrize("shape", [(), (1, 33), (6, 33), (2, 6, 33), (3, 0), (0, 33)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["f(Tensor(a!) x, Tensor key, Tensor index) -> ()", "--role", "x=[places, width]", "key=[tokens, width]"],
+        ["f(Tensor key, Tensor index, Tensor(a!) x) -> ()", "--role", "key=[tokens, width]", "x=[places, width]"],
+        ["f(Tensor x, Tensor index) -> Tensor", "--role", "x=[places, *]"],
+    ],
+)
+def test_an_index_of_samples_has_valid_values(words: list[str], shape: tuple[int, ...]) -> None:
+    """Where the op writes, no two of them are equal."""
+    written = "(a!)" in words[0]
+    samples = samples_of(shape, *words, "index=index:x[0]:[tokens]")
+    assert len(samples) == 2
+    for args in samples:
+        values = dict(zip(re.findall(r"(\w+)[,)]", words[0]), args, strict=True))
+        index, x = values["index"], values["x"]
+        assert bool((index >= 0).all() and (index < x.shape[0]).all()) and (index.numel() > 0 or shape[:1] == (0,))
+        assert not written or len(index.unique()) == index.numel()
+
+
+def test_an_index_without_a_valid_value_gets_no_sample() -> None:
+    words = "f(Tensor x, Tensor target) -> Tensor", "--role", "x=[*, vocab]", "target=index:x[-1]:[*]"
+    assert len(samples_of((3, 0), *words)) == 0 and len(samples_of((3, 5), *words)) == 2
+    assert indices_below((5,), 3, 0, different=True).unique().tolist() == [0, 1, 2]  # more than 3 cannot all differ
 
 
 def test_without_work_items_an_op_that_writes_returns_early() -> None:

@@ -154,7 +154,7 @@ RESERVED = {
     "op",
     "output",
 }
-RESERVED |= {"results", "sample", "shape", "torch", "unknown_size"}
+RESERVED |= {"indices_below", "results", "sample", "shape", "torch", "unknown_size"}
 
 
 def _check_names(operator: Operator) -> None:
