@@ -307,6 +307,13 @@ def test_without_work_items_results_are_zeros() -> None:
     assert zero not in generate_shim.shim(operator_of("f(Tensor x) -> Tensor", "--grad", "x"))
 
 
+def test_files_say_that_nothing_checks_an_index_on_a_gpu() -> None:
+    operator = operator_of(*PLANTED["planted_sum"])
+    for text in (generate.header(operator), generate.cuda(operator), *generate_python.documents(operator)[1:]):
+        assert "the values of index" in text and "GPU" in text
+    assert "values of" not in generate.cuda(operator_of(*PLANTED["planted_topk"]))
+
+
 def test_nothing_may_be_saved() -> None:
     operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
     assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"

@@ -75,6 +75,11 @@ class Operator:
         return [each for each in self.operands.values() if each.is_written]
 
     @property
+    def indices(self) -> str:
+        """Returns the names of the index tensors, such as "index and target", or ""."""
+        return " and ".join(each.name for each in self.operands.values() if each.below)
+
+    @property
     def differentiable_results(self) -> list[Operand]:
         return [each for each in self.results.values() if each.dtype in DIFFERENTIABLE]
 
