@@ -69,6 +69,7 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x, Tensor index) -> Tensor", "--grad", "index"], "but got index, which is int64"),
         (["f(Tensor x) -> Tensor", "--grad", "y"], "floating-point tensors of the schema, but got 'y'"),
         (["f(Tensor x) -> Tensor", "--grad", "x", "--save", "z"], "expected --save with names of x, out, but got 'z'"),
+        (["f(Tensor x) -> Tensor", "--save", "x"], "expected --grad beside --save, which says what backward reads"),
         (["f(Tensor x) -> Tensor", "--dtype", "out=int63"], "but got 'int63'"),
         (["f(Tensor x) -> Tensor", "--dtype", "z=int64"], "with a name of x, out, but got 'z=int64'"),
         (["f(Tensor x, Tensor y) -> Tensor", "--role", "y=vector"], "for y, but got 'vector'"),

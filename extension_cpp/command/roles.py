@@ -111,6 +111,8 @@ def describe(
 ) -> Operator:
     """Returns the operator that a schema and options describe. Raises CannotMake if they do not fit together."""
     _check_supported(schema)
+    if saved is not None and not grads:
+        raise CannotMake("expected --grad beside --save, which says what backward reads")
     names = [each.name for each in schema.tensors]
     dtype = pairs(dtypes, "--dtype", [*names, *schema.results])
     for each in dtype.values():
