@@ -232,6 +232,7 @@ def plan_removal(name: str) -> Plan:
         (page, rf"\n^## {name}\n.*?(?=\n^## |\Z)", f"a section {name}"),
     ):
         plan.changed[path] = tree.cut(path, plan.changed.get(path, path.read_text()), pattern, what)
+    plan.changed[package / "ops.py"] = tree.with_marks(plan.changed[package / "ops.py"])
     readme = tree.TREE / "README.md"
     text = readme.read_text()
     if tree.with_count(text, -1) != text:  # a package's README does not count its ops
