@@ -161,6 +161,26 @@ PLANTED = {
         *["planted_round(Tensor x) -> (Tensor q, Tensor scale)", "--dtype", "q=int8", "scale=float32"],
         *["--role", "x=[*, n]", "--shape", "scale=[*x[:-1]]", "--work", "rows"],
     ],
+    # sizes without *, and a tensor like one that is not the first
+    "planted_exact": [
+        *["planted_exact(Tensor x, Tensor y, Tensor z) -> Tensor", "--shape", "out=y", "--grad", "x,z", "--save", "y"],
+        *["--role", "x=[planes, rows, cols]", "y=[rows, cols]", "z=like:y"],
+    ],
+    # an argument that is written where an index says
+    "planted_cache": [
+        *["planted_cache(Tensor(a!) cache, Tensor key, Tensor slots) -> ()", "--work", "items=[*key]"],
+        *["--role", "cache=[places, width]", "key=[tokens, width]", "slots=index:cache[0]:[tokens]"],
+    ],
+    # a size that changes where equal numbers become different
+    "planted_unique": [
+        *["planted_unique(Tensor x) -> (Tensor values, Tensor counts)", "--dtype", "counts=int64"],
+        *["--shape", "values=[?]", "counts=values", "--work", "items=[*x]"],
+    ],
+    # results that have elements where there are no work items
+    "planted_tally": [
+        *["planted_tally(Tensor x, Tensor index, SymInt n) -> Tensor", "--shape", "out=[n, x[1]]"],
+        *["--role", "x=[rows, cols]", "index=index:n:[rows]", "--work", "items=[*index]"],
+    ],
 }
 
 
@@ -177,6 +197,10 @@ FORMULAS = {
     "planted_decay": "for p, m in zip(ps, ms, strict=True):\n    p.sub_(rate.sum())\n    m.add_(p)",
     "planted_count": "return (boxes.sum(1) > least).nonzero()[:, 0]",
     "planted_round": "return x.sign().to(torch.int8), x.abs().sum(-1).float()",
+    "planted_exact": "return (x * y).sum(0) + z",
+    "planted_cache": "cache.index_copy_(0, slots, key)",
+    "planted_unique": "return x.unique(return_counts=True)",
+    "planted_tally": "return x.new_zeros(n, x.shape[1]).index_add(0, index, x)",
 }
 
 
@@ -198,6 +222,14 @@ KERNELS = {
         "  const ACC value = WIDEN(x[j]);\n  q[j] = (int8_t)((value > 0) - (value < 0));\n  sum += fabs(value);\n}\n"
         "scale[i] = (float)sum;",
     ],
+    "planted_exact": [
+        "ACC sum = WIDEN(z[i]);\nfor (int64_t j = i; j < args->x_numel; j += args->out_numel)\n"
+        "  sum += WIDEN(x[j]) * WIDEN(y[i]);\nout[i] = NARROW(sum);",
+        "const int64_t numel = args->rows * args->cols;\n"
+        "if (i < args->grad_x_numel) grad_x[i] = NARROW(WIDEN(grad_out[i % numel]) * WIDEN(y[i % numel]));\n"
+        "if (i < args->grad_z_numel) grad_z[i] = grad_out[i];",
+    ],
+    "planted_cache": ["cache[slots[i / args->width] * args->width + i % args->width] = key[i];"],
 }
 
 

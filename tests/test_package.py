@@ -1,6 +1,7 @@
 """Tests a package made by new-package: its first op, further ops from schemas, its commands, and its updates."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -52,7 +53,12 @@ def test_ops_of_schemas_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Files made from a schema are formatted, for a package's first op and for one that its own `new` command adds."""
     name = LONG
     folder = make(tmp_path / "a pâckage", *FIRST, "--op", "planted_scale", name=name)
-    run_python("-m", name, "new", "planted_pick", *SECOND, cwd=folder)
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does
+    words = [sys.executable, "-m", name, "new", "planted_pick", *SECOND]
+    done = subprocess.run(words, cwd=folder, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 141 and done.stderr == ""
     lint(folder, mypy=False)
     monkeypatch.chdir(folder / name / "csrc")
     assert command.main(["new", "planted_pick", *SECOND]) == 1  # the package already has the op

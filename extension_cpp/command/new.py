@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -156,6 +156,21 @@ def dispatch(parser: Parser, words: Sequence[str] | None) -> int:
     except CannotMake as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Runs main() and exits with its status. An interrupt or a closed pipe (`info | head`) causes no traceback."""
+    try:
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()  # flushes here, because Python's own flush at exit would print a traceback
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still in the buffer
+        status = 141  # as a shell reports SIGPIPE
+    sys.exit(status)
 
 
 # ---- adding an op ----
