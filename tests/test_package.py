@@ -49,6 +49,17 @@ def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
     assert after == before and contents(tree) == whole
 
 
+def test_a_new_package_names_the_files_that_are_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(tmp_path / "made", *FIRST)
+    named, rest = capsys.readouterr().out.split("  and ")
+    paths = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    own = set(named.splitlines()[1:])
+    copied = int(rest.split()[0])
+    assert own <= {f"  {path}" for path in paths} and len(own) + copied == len(paths)
+    assert rest.startswith(f"{copied} copied files, see copied.sha256\n") and "  my_kernels/ops.py" in own
+    assert not any("/registration/" in path or "/common/" in path for path in own)
+
+
 def test_ops_of_schemas_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files made from a schema are formatted, for a package's first op and for one that its own `new` command adds."""
     name = LONG
