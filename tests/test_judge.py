@@ -132,3 +132,19 @@ def test_special_values() -> None:
     for at, value in (((0, 3), 1.0), ((0, 3), -torch.inf), ((0, 3), torch.nan), ((1, 5), 0.0), ((0, 0), torch.nan)):
         assert wrong(changed(right, at, value), 0, truth), (at, value)
     assert wrong(changed(right, (1, 7), 1.0), 0, truth)
+
+
+def test_sizes_that_depend_on_the_data() -> None:
+    """Where inputs are equal, a change of each makes fewer results. The judge still sees a wrong element, and a wrong
+    gradient."""
+
+    def largest(x: Tensor) -> Tensor:
+        return (x - 3)[x >= x.max()]
+
+    x = torch.tensor([1.0, 4.0, 2.0, 4.0, 4.0]).requires_grad_()
+    spec = replace(all_specs()[0], reference=largest, by_hand=None, terms=None, from_saved=None, exact=())
+    expected = expect(spec, Sample((x,)))
+    right = rounded(expected, torch.float32, torch.float32)
+    assert [*right.outputs[0]] == [1, 1, 1] and right.gradients[0].count_nonzero() == 3
+    for number, (_, tensor) in enumerate(right.tensors()):
+        assert wrong(tensor, number, expected.whole) is None and wrong(tensor * 1.0001, number, expected.whole)
