@@ -266,6 +266,22 @@ def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -
     return Expected(spec, call, Truth(exact, functools.partial(terms_of, spec, call)))
 
 
+def in_words(name: str, expected: Expected) -> str:
+    """Returns "gradient of weight" for "gradient 1", and "output indices" for "output 1", if the schema has names."""
+    kind, number = name.split()
+    spec, sample = expected.spec, expected.call.sample
+    if kind == "gradient":
+        given = [*zip(spec.names, sample.args, strict=False), *sample.kwargs.items()]
+        names = [key for key, x in given if any(x is leaf for leaf in leaves(sample))]
+        return f"gradient of {names[int(number)]}" if len(names) == len(leaves(sample)) else name
+    namespace, _, op = spec.name.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace or "extension_cpp"), op, None)
+    returns = packet.default._schema.returns if packet is not None and "default" in packet.overloads() else []
+    names = [*(each.name for each in returns if each.alias_info is None), *spec.mutates]
+    is_named = len(names) == len(expected.whole.exact.outputs) and names[int(number)]
+    return f"output {names[int(number)]}" if is_named else name
+
+
 def assert_right(ours: Result, expected: Expected, what: str, limits: bool = False, nan_for_inf: bool = False) -> None:
     """Asserts that every output and gradient is within its error bound, and has NaN and infinities where the exact one
     has them.
@@ -277,7 +293,7 @@ def assert_right(ours: Result, expected: Expected, what: str, limits: bool = Fal
         if not ours.gradients:  # forward alone
             truth = replace(truth, exact=Result(truth.exact.outputs, []))
         for number, ((name, got), (_, exact)) in enumerate(zip(ours.tensors(), truth.exact.tensors(), strict=True)):
-            where = f"{what}, {name} {kind}"
+            where = f"{what}, {in_words(name, expected)} {kind}"
             assert got.shape == exact.shape, f"{where}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
             is_number = got.is_floating_point() and exact.is_floating_point()
             is_exact = not is_number or (number in expected.spec.exact and name.startswith("output"))
