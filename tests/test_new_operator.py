@@ -20,7 +20,7 @@ from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
 from tests.opspec import Sample, indices_below
-from tests.test_scaffold import contents, lint, run, with_objects
+from tests.test_scaffold import contents, lint, run, run_python, with_objects
 
 ROOT = Path(__file__).resolve().parent.parent
 tree = test_scaffold.tree  # imports the fixture
@@ -124,6 +124,12 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], words:
     assert contents(Path(generate.__file__).parent) == before
 
 
+def test_the_page_lists_the_names_that_are_refused() -> None:
+    page = (ROOT / "docs" / "TEMPLATE_USAGE.md").read_text()
+    listed = re.search(r"generated files use: ([^.]+)\.", page)
+    assert listed and set(re.findall(r"`(\w+)`", listed[1])) == roles.RESERVED
+
+
 def test_options_of_a_schema_go_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["new", "f", "--dtype", "x=int64"]) == 1
     assert capsys.readouterr().err == "error: --dtype goes with --schema\n"
@@ -172,9 +178,9 @@ PLANTED = {
         *["--role", "cache=[places, width]", "key=[tokens, width]", "slots=index:cache[0]:[tokens]"],
     ],
     # a size that changes where equal numbers become different
-    "planted_unique": [
-        *["planted_unique(Tensor x) -> (Tensor values, Tensor counts)", "--dtype", "counts=int64"],
-        *["--shape", "values=[?]", "counts=values", "--work", "items=[*x]"],
+    "planted_most": [
+        *["planted_most(Tensor x) -> (Tensor values, Tensor places)", "--dtype", "places=int64"],
+        *["--shape", "values=[?]", "places=values", "--work", "items=[*x]"],
     ],
     # results that have elements where there are no work items
     "planted_tally": [
@@ -199,7 +205,8 @@ FORMULAS = {
     "planted_round": "return x.sign().to(torch.int8), x.abs().sum(-1).float()",
     "planted_exact": "return (x * y).sum(0) + z",
     "planted_cache": "cache.index_copy_(0, slots, key)",
-    "planted_unique": "return x.unique(return_counts=True)",
+    "planted_most": "if x.numel() == 0:\n    return x.flatten(), x.new_empty(0, dtype=torch.int64)\n"
+    "places = (x == x.max()).flatten().nonzero()[:, 0]\nreturn x.flatten()[places], places",
     "planted_tally": "return x.new_zeros(n, x.shape[1]).index_add(0, index, x)",
 }
 
@@ -228,6 +235,20 @@ KERNELS = {
         "const int64_t numel = args->rows * args->cols;\n"
         "if (i < args->grad_x_numel) grad_x[i] = NARROW(WIDEN(grad_out[i % numel]) * WIDEN(y[i % numel]));\n"
         "if (i < args->grad_z_numel) grad_z[i] = grad_out[i];",
+    ],
+    "planted_most": [
+        "if (i > 0) return;\nACC most = WIDEN(x[0]);\nint64_t found = 0;\n"
+        "for (int64_t j = 1; j < args->x_numel; ++j) {\n"
+        "  const ACC value = WIDEN(x[j]);\n  if (value > most || value != value) most = value;\n}\n"
+        "for (int64_t j = 0; j < args->x_numel; ++j) {\n  if (WIDEN(x[j]) != most) continue;\n"
+        "  if (args->count == NULL) values[found] = x[j], places[found] = j;\n  ++found;\n}\n"
+        "if (args->count != NULL) *args->count = found;",
+    ],
+    "planted_tally": [
+        "for (int64_t j = 0; i == 0 && j < args->out_numel; ++j) {\n  double sum = 0;\n"
+        "  for (int64_t row = 0; row < args->rows; ++row)\n"
+        "    if (index[row] == j / args->cols) sum += WIDEN(x[row * args->cols + j % args->cols]);\n"
+        "  out[j] = NARROW((ACC)sum);\n}",
     ],
     "planted_cache": ["cache[slots[i / args->width] * args->width + i % args->width] = key[i];"],
 }
@@ -366,7 +387,8 @@ def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() 
 def test_specs_say_that_results_are_saved_and_whether_lines_decide_lines() -> None:
     saving = {name for name, words in PLANTED.items() if "saves_results" in generate_tests.spec(operator_of(*words))}
     whole = {name for name, words in PLANTED.items() if "by_lines=False" in generate_tests.spec(operator_of(*words))}
-    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"}
+    odd = {"planted_exact", "planted_cache", "planted_most", "planted_tally"}
+    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"} | odd
 
 
 def plant(names: list[str]) -> None:
@@ -455,10 +477,15 @@ def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     for name, formulas in KERNELS.items():
         kernel = tree / "extension_cpp" / "csrc" / name / f"{name}_cpu_kernel.h"
         left = iter(formulas)
-        loops = rf"  /\* {re.escape(generate.MARK)} \*/\n.*?(?=^}})"
+        loops = rf"(?:  if \(args->count(?:(?!^  }}).)*  }}\n)?  /\* {re.escape(generate.MARK)} \*/\n.*?(?=^}})"
         kernel.write_text(re.sub(loops, lambda _, left=left: next(left) + "\n", kernel.read_text(), flags=re.S | re.M))
     run(sys.executable, "build_library.py", cwd=tree, env=environment)
     assert battery(tree, [*KERNELS], "tests") == (set(), set())
+    check = ["check", "extension_cpp", "extension_cpp::planted_cache", "--spec", "tests/specs/planted_cache.py"]
+    run_python("-m", "extension_cpp", *check, cwd=tree)
+    for name in PLANTED:
+        assert command.main(["remove", name]) == 0
+    assert not [path for path in contents(tree) for name in PLANTED if name in path.name]
 
 
 def test_a_zero_of_an_unwritten_kernel_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
