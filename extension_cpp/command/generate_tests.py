@@ -219,6 +219,7 @@ def _index(operand: Operand, shape: str, operator: Operator, sizes: dict[str, st
     below = _below(operand, operator, sizes)
     different = ", different=True" if operator.written else ""
     lines = [f"{operand.name} = indices_below({shape}, {below}, number{different}).to({operator.first}.device)"]
+    # A bound that is a number or a sum is above 0, and a count of min(3, bound) is 0 if the bound is.
     if not re.fullmatch(r"\d+|.* .*", below) and f"min(3, {below})" not in shape and _bound(operand, operator).tensor:
         lines += [f"if {below} == 0 < {operand.name}.numel():", "    return  # no value is below 0"]
     return lines
