@@ -2,17 +2,16 @@
 
 import argparse
 import importlib.util
-import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import extension_cpp
 
 from .command import package, scaffold
-from .command.new import Parser, add_new, add_remove, add_schema, dispatch
+from .command.new import Parser, add_new, add_remove, add_schema, dispatch, run_command
 
 DEMO_NEEDS = ("rich", "matplotlib")
 
@@ -182,21 +181,6 @@ def run_check(options: argparse.Namespace) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     return dispatch(parser(), words)
-
-
-def run_command(main: Callable[[], int]) -> NoReturn:
-    """Runs main() and exits with its status. An interrupt or a closed pipe (`info | head`) causes no traceback."""
-    try:
-        try:
-            status = main()
-        finally:
-            sys.stdout.flush()  # flushes here, because Python's own flush at exit would print a traceback
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still in the buffer
-        status = 141  # as a shell reports SIGPIPE
-    sys.exit(status)
 
 
 if __name__ == "__main__":

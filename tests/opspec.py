@@ -4,6 +4,7 @@ tests/specs/<op>.py defines an OpSpec named SPEC. tests/battery and the benchmar
 import importlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -169,6 +170,19 @@ class Options:
 
     values: dict[str, tuple[Any, ...]]  # for each option, the values to test beside its default
     sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # makes a call with given values of some options
+
+
+def indices_below(shape: Sequence[int], below: int, seed: int, different: bool = False) -> Tensor:
+    """Returns random indices from 0 to less than `below`, as int64.
+
+    With `different`, no two are equal, unless there are more of them than `below`. An op that writes needs it: with an
+    index twice, two work items write one element, and on a GPU nothing says which of them is the last.
+    """
+    count, generator = math.prod(shape), torch.Generator().manual_seed(seed)
+    if not different:
+        return torch.randint(max(below, 1), tuple(shape), generator=generator)
+    drawn = torch.randperm(max(below, count), generator=generator)[:count]
+    return drawn.remainder(max(below, 1)).view(tuple(shape))
 
 
 def without_gradients(samples: Callable[..., Any]) -> Callable[..., Any]:

@@ -221,6 +221,10 @@ def add_in_place(x: Tensor, y: Tensor) -> None:
     x.add_(y)
 
 
+def muladd_into(a: Tensor, b: Tensor, c: float, out: Tensor) -> None:
+    out.copy_(a * b + c)
+
+
 TWO_INTEGERS = "(torch.randint(1, 99, (5, 8)), torch.randint(1, 99, (8,)))"
 RIGHT = [
     (__name__, "check_cheats::honest", REFERENCE, SAMPLE),
@@ -250,7 +254,14 @@ RIGHT = [
     ("torch", "aten::add_.Tensor", f"{__name__}:add_in_place", "(torch.randn(6, 5), torch.randn(5))"),
     ("torch", "aten::add_.Tensor", "torch:add", "(torch.randn(6, 5), torch.randn(5))"),
     ("torch", "aten::gcd", "torch:gcd", TWO_INTEGERS),
+    (
+        "extension_cpp",
+        "extension_cpp::muladd.out",
+        f"{__name__}:muladd_into",
+        "(torch.randn(6, 5), torch.randn(6, 5), 2.0, {'out': torch.zeros(6, 5)})",
+    ),
 ]
+WITHOUT_DERIVATIVE = ("aten::gcd", "extension_cpp::muladd.out")
 
 
 @pytest.mark.parametrize("module, op, reference, sample", RIGHT, ids=[op for _, op, *_ in RIGHT])
@@ -263,7 +274,7 @@ def test_right_operators_pass(
     assert [name for name in check_battery.CHECKS if name != "statistics"] == [*lines]
     assert lines["other sizes"].startswith("passed: 10 others" if "norm" in op else "passed: "), out
     not_run = [name for name, line in lines.items() if not line.startswith("passed")]
-    assert not_run == (["gradients"] if sample == TWO_INTEGERS else []), out
+    assert not_run == (["gradients"] if op in WITHOUT_DERIVATIVE else []), out
 
 
 def test_without_a_reference_all_but_values_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,3 +21,9 @@ def test_freed_arguments_of_operators_that_write(device: str) -> None:
         check_refused(ops.cross_entropy_chunk, given, {}, sentence_of("cross_entropy_chunk", name))
     for i, given in with_one_freed([a, scale]):
         check_refused(ops.cross_entropy_scale, given, {}, sentence_of("cross_entropy_scale", ("x", "factor")[i]))
+
+
+def test_tensors_of_any_shape_can_be_freed(device: str) -> None:
+    for shape in ((), (0,), (0, 0, 5), (3, 0), (2, 3)):
+        x = freed(torch.empty(shape, device=device), 3)
+        assert x.shape == shape and x.untyped_storage().nbytes() == 0

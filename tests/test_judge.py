@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.checks import check, expect, maker
-from tests.judge import Expected, Result, Truth, wrong
+from tests.judge import Expected, Result, Truth, assert_right, in_words, wrong
 from tests.opspec import DTYPES, OpSpec, Sample, Terms, all_specs
 
 WIDTHS = (256, 1025, 4096, 65536)
@@ -132,3 +132,33 @@ def test_special_values() -> None:
     for at, value in (((0, 3), 1.0), ((0, 3), -torch.inf), ((0, 3), torch.nan), ((1, 5), 0.0), ((0, 0), torch.nan)):
         assert wrong(changed(right, at, value), 0, truth), (at, value)
     assert wrong(changed(right, (1, 7), 1.0), 0, truth)
+
+
+# A spec of which only the reference counts.
+BARE = replace(all_specs()[0], by_hand=None, terms=None, from_saved=None, saves_results=False, exact=(), mutates=())
+
+
+def test_sizes_that_depend_on_the_data() -> None:
+    """Where inputs are equal, a change of each makes fewer results. The judge still sees a wrong element, and a wrong
+    gradient."""
+
+    def largest(x: Tensor) -> Tensor:
+        return (x - 3)[x >= x.max()]
+
+    x = torch.tensor([1.0, 4.0, 2.0, 4.0, 4.0]).requires_grad_()
+    expected = expect(replace(BARE, reference=largest), Sample((x,)))
+    right = rounded(expected, torch.float32, torch.float32)
+    assert [*right.outputs[0]] == [1, 1, 1] and right.gradients[0].count_nonzero() == 3
+    for number, (_, tensor) in enumerate(right.tensors()):
+        assert wrong(tensor, number, expected.whole) is None and wrong(tensor * 1.0001, number, expected.whole)
+
+
+def test_messages_have_the_names_of_the_schema() -> None:
+    """A result without a name has its number."""
+    sample = Sample((torch.rand(2, 3).requires_grad_(),))
+    for op, values, indices in (("aten::sort", "output values", "output indices"), ("none", "output 0", "output 1")):
+        expected = expect(replace(BARE, name=op, names=("self",), reference=torch.sort), sample)
+        exact = expected.whole.exact
+        assert [in_words(name, expected) for name, _ in exact.tensors()] == [values, indices, "gradient of self"]
+        with pytest.raises(AssertionError, match=f"op, {values} from end to end"):
+            assert_right(Result((exact.outputs[0] + 1, exact.outputs[1]), []), expected, "op")

@@ -19,8 +19,8 @@ from extension_cpp.command import generate, generate_python, generate_shim, gene
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
-from tests.opspec import Sample
-from tests.test_scaffold import contents, lint, run, with_objects
+from tests.opspec import Sample, indices_below
+from tests.test_scaffold import contents, lint, run, run_python, with_objects
 
 ROOT = Path(__file__).resolve().parent.parent
 tree = test_scaffold.tree  # imports the fixture
@@ -69,6 +69,7 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x, Tensor index) -> Tensor", "--grad", "index"], "but got index, which is int64"),
         (["f(Tensor x) -> Tensor", "--grad", "y"], "floating-point tensors of the schema, but got 'y'"),
         (["f(Tensor x) -> Tensor", "--grad", "x", "--save", "z"], "expected --save with names of x, out, but got 'z'"),
+        (["f(Tensor x) -> Tensor", "--save", "x"], "expected --grad beside --save, which says what backward reads"),
         (["f(Tensor x) -> Tensor", "--dtype", "out=int63"], "but got 'int63'"),
         (["f(Tensor x) -> Tensor", "--dtype", "z=int64"], "with a name of x, out, but got 'z=int64'"),
         (["f(Tensor x, Tensor y) -> Tensor", "--role", "y=vector"], "for y, but got 'vector'"),
@@ -123,6 +124,12 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], words:
     assert contents(Path(generate.__file__).parent) == before
 
 
+def test_the_page_lists_the_names_that_are_refused() -> None:
+    page = (ROOT / "docs" / "TEMPLATE_USAGE.md").read_text()
+    listed = re.search(r"generated files use: ([^.]+)\.", page)
+    assert listed and set(re.findall(r"`(\w+)`", listed[1])) == roles.RESERVED
+
+
 def test_options_of_a_schema_go_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["new", "f", "--dtype", "x=int64"]) == 1
     assert capsys.readouterr().err == "error: --dtype goes with --schema\n"
@@ -160,6 +167,26 @@ PLANTED = {
         *["planted_round(Tensor x) -> (Tensor q, Tensor scale)", "--dtype", "q=int8", "scale=float32"],
         *["--role", "x=[*, n]", "--shape", "scale=[*x[:-1]]", "--work", "rows"],
     ],
+    # sizes without *, and a tensor like one that is not the first
+    "planted_exact": [
+        *["planted_exact(Tensor x, Tensor y, Tensor z) -> Tensor", "--shape", "out=y", "--grad", "x,z", "--save", "y"],
+        *["--role", "x=[planes, rows, cols]", "y=[rows, cols]", "z=like:y"],
+    ],
+    # an argument that is written where an index says
+    "planted_cache": [
+        *["planted_cache(Tensor(a!) cache, Tensor key, Tensor slots) -> ()", "--work", "items=[*key]"],
+        *["--role", "cache=[places, width]", "key=[tokens, width]", "slots=index:cache[0]:[tokens]"],
+    ],
+    # a size that changes where equal numbers become different
+    "planted_most": [
+        *["planted_most(Tensor x) -> (Tensor values, Tensor places)", "--dtype", "places=int64"],
+        *["--shape", "values=[?]", "places=values", "--work", "items=[*x]"],
+    ],
+    # results that have elements where there are no work items
+    "planted_tally": [
+        *["planted_tally(Tensor x, Tensor index, SymInt n) -> Tensor", "--shape", "out=[n, x[1]]"],
+        *["--role", "x=[rows, cols]", "index=index:n:[rows]", "--work", "items=[*index]"],
+    ],
 }
 
 
@@ -176,6 +203,11 @@ FORMULAS = {
     "planted_decay": "for p, m in zip(ps, ms, strict=True):\n    p.sub_(rate.sum())\n    m.add_(p)",
     "planted_count": "return (boxes.sum(1) > least).nonzero()[:, 0]",
     "planted_round": "return x.sign().to(torch.int8), x.abs().sum(-1).float()",
+    "planted_exact": "return (x * y).sum(0) + z",
+    "planted_cache": "cache.index_copy_(0, slots, key)",
+    "planted_most": "if x.numel() == 0:\n    return x.flatten(), x.new_empty(0, dtype=torch.int64)\n"
+    "places = (x == x.max()).flatten().nonzero()[:, 0]\nreturn x.flatten()[places], places",
+    "planted_tally": "return x.new_zeros(n, x.shape[1]).index_add(0, index, x)",
 }
 
 
@@ -197,6 +229,28 @@ KERNELS = {
         "  const ACC value = WIDEN(x[j]);\n  q[j] = (int8_t)((value > 0) - (value < 0));\n  sum += fabs(value);\n}\n"
         "scale[i] = (float)sum;",
     ],
+    "planted_exact": [
+        "ACC sum = WIDEN(z[i]);\nfor (int64_t j = i; j < args->x_numel; j += args->out_numel)\n"
+        "  sum += WIDEN(x[j]) * WIDEN(y[i]);\nout[i] = NARROW(sum);",
+        "const int64_t numel = args->rows * args->cols;\n"
+        "if (i < args->grad_x_numel) grad_x[i] = NARROW(WIDEN(grad_out[i % numel]) * WIDEN(y[i % numel]));\n"
+        "if (i < args->grad_z_numel) grad_z[i] = grad_out[i];",
+    ],
+    "planted_most": [
+        "if (i > 0) return;\nACC most = WIDEN(x[0]);\nint64_t found = 0;\n"
+        "for (int64_t j = 1; j < args->x_numel; ++j) {\n"
+        "  const ACC value = WIDEN(x[j]);\n  if (value > most || value != value) most = value;\n}\n"
+        "for (int64_t j = 0; j < args->x_numel; ++j) {\n  if (WIDEN(x[j]) != most) continue;\n"
+        "  if (args->count == NULL) values[found] = x[j], places[found] = j;\n  ++found;\n}\n"
+        "if (args->count != NULL) *args->count = found;",
+    ],
+    "planted_tally": [
+        "for (int64_t j = 0; i == 0 && j < args->out_numel; ++j) {\n  double sum = 0;\n"
+        "  for (int64_t row = 0; row < args->rows; ++row)\n"
+        "    if (index[row] == j / args->cols) sum += WIDEN(x[row * args->cols + j % args->cols]);\n"
+        "  out[j] = NARROW((ACC)sum);\n}",
+    ],
+    "planted_cache": ["cache[slots[i / args->width] * args->width + i % args->width] = key[i];"],
 }
 
 
@@ -242,18 +296,52 @@ def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str]
         assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
 
 
+def samples_of(shape: tuple[int, ...], *words: str) -> list[Any]:
+    """Returns the arguments of the samples that the spec of a schema makes for a shape."""
+    text = generate_tests.spec(operator_of(*words))
+    names: dict[str, Any] = {"Sample": Sample, "torch": torch, "indices_below": indices_below}
+    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
+    return [sample.args for sample in names["sample_inputs"](torch.ones, shape)]
+
+
 @pytest.mark.parametrize("rank", ["[n]", "[*, a, b]", "[a, b, c]", "[a, b, c, d, e]", "[3, *, 4]"])
 @pytest.mark.parametrize("shape", [(), (0, 33), (6, 33), (2, 6, 5, 33)])
 def test_samples_have_the_rank_of_the_first_tensor(rank: str, shape: tuple[int, ...]) -> None:
     """The written `sample_inputs` yields two samples with the rank of the first tensor's pattern, also for a shape of
-    another rank. With no sample, tests would pass that compare nothing."""
-    text = generate_tests.spec(operator_of("f(Tensor x, SymInt k) -> Tensor", "--role", f"x={rank}"))
-    names: dict[str, Any] = {"Sample": Sample}
-    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
-    samples = [*names["sample_inputs"](torch.ones, shape)]
-    assert len(samples) == 2 and all(x.args[0].shape[-1:] == (shape[-1:] or (1,)) or "4" in rank for x in samples)
-    count = len(samples[0].args[0].shape)
-    assert count == rank.count(",") + 1 if "*" not in rank else count >= rank.count(",")
+    another rank. Where a shape has fewer dimensions, the samples have two rows: tests of the battery put -inf into the
+    second row, and expand the first one."""
+    samples = samples_of(shape, "f(Tensor x, SymInt k) -> Tensor", "--role", f"x={rank}")
+    assert len(samples) == 2 and all(x.shape[-1:] == (shape[-1:] or (2,)) or "4" in rank for x, _ in samples)
+    first = samples[0][0].shape
+    assert len(first) == rank.count(",") + 1 if "*" not in rank else len(first) >= rank.count(",")
+    assert len(shape) >= len(first) or first[0] > 1 or rank[1] == "3"
+
+
+@pytest.mark.parametrize("shape", [(), (1, 33), (6, 33), (2, 6, 33), (3, 0), (0, 33)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["f(Tensor(a!) x, Tensor key, Tensor index) -> ()", "--role", "x=[places, width]", "key=[tokens, width]"],
+        ["f(Tensor key, Tensor index, Tensor(a!) x) -> ()", "--role", "key=[tokens, width]", "x=[places, width]"],
+        ["f(Tensor x, Tensor index) -> Tensor", "--role", "x=[places, *]"],
+    ],
+)
+def test_an_index_of_samples_has_valid_values(words: list[str], shape: tuple[int, ...]) -> None:
+    """Where the op writes, no two of them are equal."""
+    written = "(a!)" in words[0]
+    samples = samples_of(shape, *words, "index=index:x[0]:[tokens]")
+    assert len(samples) == 2
+    for args in samples:
+        values = dict(zip(re.findall(r"(\w+)[,)]", words[0]), args, strict=True))
+        index, x = values["index"], values["x"]
+        assert bool((index >= 0).all() and (index < x.shape[0]).all()) and (index.numel() > 0 or shape[:1] == (0,))
+        assert not written or len(index.unique()) == index.numel()
+
+
+def test_an_index_without_a_valid_value_gets_no_sample() -> None:
+    words = "f(Tensor x, Tensor target) -> Tensor", "--role", "x=[*, vocab]", "target=index:x[-1]:[*]"
+    assert len(samples_of((3, 0), *words)) == 0 and len(samples_of((3, 5), *words)) == 2
+    assert indices_below((5,), 3, 0, different=True).unique().tolist() == [0, 1, 2]  # more than 3 cannot all differ
 
 
 def test_without_work_items_an_op_that_writes_returns_early() -> None:
@@ -263,6 +351,24 @@ def test_without_work_items_an_op_that_writes_returns_early() -> None:
     roles = ["cache=[places, width]", "key=[tokens, width]", "slots=index:cache[0]:[tokens]"]
     shim = generate_shim.shim(operator_of(words, "--role", *roles, "--work", "items=[*key]"))
     assert "if (product_of(sizes_of(key.sizes())) == 0) return;" in shim and "cache.numel() == 0" not in shim
+
+
+def test_without_work_items_results_are_zeros() -> None:
+    """Results may have elements although there are no work items, as the sums of no rows into n segments have."""
+    zero = "torch::stable::zero_(each);"
+    for work, items in (("items=[*key]", "product_of(sizes_of(key.sizes()))"), ("rows", 'match.size("*")')):
+        shim = generate_shim.shim(operator_of("f(Tensor x, Tensor key) -> (Tensor y, Tensor z)", "--work", work))
+        assert f"if ({items} == 0) {{\n    for (Tensor each : {{y, z}}) {zero}\n    return {{y, z}};\n" in shim
+    unknown = ["--dtype", "y=int64", "--shape", "y=[?]", "z=[1]", "--work", "items=[*x]"]
+    assert zero in generate_shim.shim(operator_of("f(Tensor x) -> (Tensor y, Tensor z)", *unknown))
+    assert zero not in generate_shim.shim(operator_of("f(Tensor x) -> Tensor", "--grad", "x"))
+
+
+def test_files_say_that_nothing_checks_an_index_on_a_gpu() -> None:
+    operator = operator_of(*PLANTED["planted_sum"])
+    for text in (generate.header(operator), generate.cuda(operator), *generate_python.documents(operator)[1:]):
+        assert "the values of index" in text and "GPU" in text
+    assert "values of" not in generate.cuda(operator_of(*PLANTED["planted_topk"]))
 
 
 def test_nothing_may_be_saved() -> None:
@@ -284,7 +390,8 @@ def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() 
 def test_specs_say_that_results_are_saved_and_whether_lines_decide_lines() -> None:
     saving = {name for name, words in PLANTED.items() if "saves_results" in generate_tests.spec(operator_of(*words))}
     whole = {name for name, words in PLANTED.items() if "by_lines=False" in generate_tests.spec(operator_of(*words))}
-    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"}
+    odd = {"planted_exact", "planted_cache", "planted_most", "planted_tally"}
+    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"} | odd
 
 
 def plant(names: list[str]) -> None:
@@ -301,8 +408,7 @@ def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.Capt
     for name in PLANTED:
         assert command.main(["remove", name]) == 0
     after = contents(tree)
-    assert {path for path in before if after[path] != before[path]} <= {Path("extension_cpp/ops.py")}  # imports stay
-    assert after.keys() == before.keys()
+    assert after == before
 
 
 def check_syntax(csrc: Path) -> None:
@@ -374,10 +480,15 @@ def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     for name, formulas in KERNELS.items():
         kernel = tree / "extension_cpp" / "csrc" / name / f"{name}_cpu_kernel.h"
         left = iter(formulas)
-        loops = rf"  /\* {re.escape(generate.MARK)} \*/\n.*?(?=^}})"
+        loops = rf"(?:  if \(args->count(?:(?!^  }}).)*  }}\n)?  /\* {re.escape(generate.MARK)} \*/\n.*?(?=^}})"
         kernel.write_text(re.sub(loops, lambda _, left=left: next(left) + "\n", kernel.read_text(), flags=re.S | re.M))
     run(sys.executable, "build_library.py", cwd=tree, env=environment)
     assert battery(tree, [*KERNELS], "tests") == (set(), set())
+    check = ["check", "extension_cpp", "extension_cpp::planted_cache", "--spec", "tests/specs/planted_cache.py"]
+    run_python("-m", "extension_cpp", *check, cwd=tree)
+    for name in PLANTED:
+        assert command.main(["remove", name]) == 0
+    assert not [path for path in contents(tree) for name in PLANTED if name in path.name]
 
 
 def test_a_zero_of_an_unwritten_kernel_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

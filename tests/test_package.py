@@ -1,6 +1,7 @@
 """Tests a package made by new-package: its first op, further ops from schemas, its commands, and its updates."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -45,15 +46,30 @@ def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert f"in {folder}:\n" in done.stdout and "my_kernels/ops.py" in done.stdout
     after = contents(folder)
-    assert after.keys() == before.keys() and contents(tree) == whole
-    assert {path for path in before if after[path] != before[path]} <= {Path("my_kernels/ops.py")}  # its imports stay
+    assert after == before and contents(tree) == whole
+
+
+def test_a_new_package_names_the_files_that_are_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(tmp_path / "made", *FIRST)
+    named, rest = capsys.readouterr().out.split("  and ")
+    paths = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    own = set(named.splitlines()[1:])
+    copied = int(rest.split()[0])
+    assert own <= {f"  {path}" for path in paths} and len(own) + copied == len(paths)
+    assert rest.startswith(f"{copied} copied files, see copied.sha256\n") and "  my_kernels/ops.py" in own
+    assert not any("/registration/" in path or "/common/" in path for path in own)
 
 
 def test_ops_of_schemas_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files made from a schema are formatted, for a package's first op and for one that its own `new` command adds."""
     name = LONG
     folder = make(tmp_path / "a pâckage", *FIRST, "--op", "planted_scale", name=name)
-    run_python("-m", name, "new", "planted_pick", *SECOND, cwd=folder)
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does
+    words = [sys.executable, "-m", name, "new", "planted_pick", *SECOND]
+    done = subprocess.run(words, cwd=folder, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 141 and done.stderr == ""
     lint(folder, mypy=False)
     monkeypatch.chdir(folder / name / "csrc")
     assert command.main(["new", "planted_pick", *SECOND]) == 1  # the package already has the op

@@ -131,6 +131,7 @@ class Checked:
             bench=None,
             keeps_strides=False,
             launches=(0, 0),
+            names=tuple(self.names),
         )
 
     def tried(self, who: str, call: Callable[..., Any], sample: Any) -> Any:

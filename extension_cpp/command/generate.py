@@ -162,10 +162,14 @@ def header(operator: Operator) -> str:
             notes += ["expanded to that shape"] if each.shape.startswith("broadcasts to") else []
             shape = each.shape or ("any shape" if each.name in operator.names else f"like {each.name[len('grad_') :]}")
             text += f" *   {each.name:<12} {shape}: {', '.join(notes)}\n"
+    if operator.indices:
+        text += f" * The shim checks the values of {operator.indices} on the CPU alone. On the GPU the kernel must\n"
+        text += " * skip those that are negative or too large.\n"
     if operator.has_unknown_size:
         text += " * There are two launches. The first writes the unknown size to *count, where no result is allocated\n"
         text += " * yet. In the second, count is NULL.\n"
-    text += " * Nothing is written if there are no work items. */\n#pragma once\n\n#include <stdbool.h>\n\n"
+    left = "written arguments stay as they are" if operator.written else "results are zeros"
+    text += f" * Without work items no kernel runs, and {left}. */\n#pragma once\n\n#include <stdbool.h>\n\n"
     text += '#include "common/dtype.h"\n#include "common/range.h"\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n\n'
     for launch in launches(operator):
         text += "typedef struct {\n" + lines(_fields(launch)) + f"}} {launch.name}_args;\n\n"
@@ -246,6 +250,8 @@ def cpu_kernel(operator: Operator) -> str:
 def cuda(operator: Operator) -> str:
     name = operator.name
     text = f"// {name} on the GPU: one thread per work item.\n"
+    if operator.indices:
+        text += f"// Nothing has checked the values of {operator.indices}: skip those that are negative or too large.\n"
     text += f'#include "{name}/{name}.h"\n\n#include "common/cuda/vector.cuh"\n\nnamespace {name}_kernels {{\n\n'
     text += (
         "constexpr int THREADS = 256;\nconstexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is below 2^31\n"

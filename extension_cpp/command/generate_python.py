@@ -88,13 +88,16 @@ def docstring(operator: Operator) -> str:
         of_shape = f"shape {operand.shape}" if operand.shape.startswith("[") else operand.shape or "any shape"
         of_shape = f"list of tensors of {of_shape}" if operand.is_list else of_shape
         notes = "; None is allowed" if operand.is_optional else "; it is written" if operand.is_written else ""
+        notes += f"; values from 0 to below {operand.below}" if operand.below else ""
         text += f"    {each.name}: {kind}, {of_shape}{notes}.\n"
     results = [
         f"``{each.name}``, {'floating point' if each.dtype == 'same' else each.dtype}, of shape {each.shape}"
         for each in operator.results.values()
     ]
     text += f"\nReturns:\n    {'; '.join(results) or 'Nothing'}.\n"
-    text += "\nRaises:\n    RuntimeError: a tensor has another device, dtype or shape.\n\n"
+    on_cpu = "; on the CPU also: a value of an index is out of range" if operator.indices else ""
+    text += f"\nRaises:\n    RuntimeError: a tensor has another device, dtype or shape{on_cpu}.\n\n"
+    text += f"On a GPU, nothing checks the values of {operator.indices}.\n" if operator.indices else ""
     if operator.grads:
         grads = " and ".join(f"``{name}``" for name in operator.grads)
         kept = ", ".join(f"``{name}``" for name in operator.saved) or "nothing"

@@ -102,9 +102,22 @@ def _call(launch: Launch, items: str, returned: str) -> str:
     """
     only_writes = all(each.is_written for each in launch.outputs)
     empty = f"{items} == 0" if only_writes else " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
-    text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n" + _arguments(launch, items)
-    text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
+    text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n"
+    text += "" if only_writes or launch.direction == "backward" else _without_items(launch.operator, items)
+    text += _arguments(launch, items) + "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
     return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
+
+
+def _without_items(operator: Operator, items: str) -> str:
+    """Returns the statements that write zeros into the results of a call without work items, as a sum of nothing is 0.
+
+    Flat work needs none, because its results have elements only if there are work items.
+    """
+    if operator.work == "flat":
+        return ""
+    made = ", ".join(operator.results)
+    text = f"  if ({items} == 0) {{\n    for (Tensor each : {{{made}}}) torch::stable::zero_(each);\n"
+    return text + f"    return {_returned([*operator.results])};\n  }}\n"
 
 
 def _launch(launch: Launch) -> str:
@@ -209,6 +222,7 @@ def _one_call(operator: Operator) -> str:
         text += "    args.count = static_cast<int64_t *>(count.mutable_data_ptr());\n"
         text += _launch(launch) + "    unknown_size = number_of(count);\n    args.count = nullptr;\n  }\n" + made
         text += f"  if ({' && '.join(f'{name}.numel() == 0' for name in operator.results)}) return {returned};\n"
+        text += _without_items(operator, "args.items")
         text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
     else:
         text += made + _call(launch, items, returned)

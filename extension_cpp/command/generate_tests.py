@@ -1,7 +1,9 @@
 """Generates the spec and the test of an operator for `new --schema`."""
 
+import re
+
 from .generate_python import body
-from .roles import Operand, Operator, parts, words_of
+from .roles import Operand, Operator, Part, parts, words_of
 from .schema import Argument
 
 # The values of number arguments by type. The first sample has the default, or VALUES without one. The second has the
@@ -14,6 +16,7 @@ def spec(operator: Operator) -> str:
     name, first = operator.name, operator.operands[operator.first]
     options = _options(operator) if len(_options(operator)) > 1 else []
     imported = f"Bench, ErrorSample, OpSpec, {'Options, ' if options else ''}Sample"
+    imported += ", indices_below" if any(each.below for each in operator.operands.values()) else ""
     text = f"import torch\n\nimport extension_cpp\nfrom tests.opspec import {imported}\n\n\n"
     text += "def sample_inputs(make, shape):\n" + body(_sizes(first, _words(operator)))
     made = _sample(operator)
@@ -100,7 +103,8 @@ def _sizes(first: Operand, used: set[str]) -> list[str]:
     words = words_of(first.shape)
     named = len(words) - ("*" in words)
     last = "" if "*" in words else f"[-{named}:]"
-    ranked = f"shape = (*[1] * ({named} - len(shape)), *shape{last})"
+    # Two rows, because tests change one row, or repeat the first one in place of the others.
+    ranked = f"shape = (*[2] * ({named} - len(shape)), *shape{last})"
     left = (
         ", ".join("_" if word.isdigit() else word if word in used else f"_{word}" for word in words)
         .replace("*", "*batch" if "*" in used else "*_batch")
@@ -133,19 +137,43 @@ def _has_number(operand: Operand) -> bool:
     return any(word.isdigit() for word in words_of(operand.shape))
 
 
-def _shape(operand: Operand, known: set[str]) -> str:
-    """Returns the Python expression of the shape of a sample's tensor. A named size that is not in `known` is 3."""
+def _shape(operand: Operand, sizes: dict[str, str]) -> str:
+    """Returns the Python expression of the shape of a sample's tensor. A named size that is not in `sizes` is 3."""
     if not operand.shape.startswith("["):
         return "shape"
     words = words_of(operand.shape)
-    made = ", ".join("*batch" if word == "*" else word if word in known or word.isdigit() else "3" for word in words)
+    made = ", ".join("*batch" if word == "*" else word if word.isdigit() else sizes.get(word, "3") for word in words)
     return f"({made}{',' if len(words) == 1 else ''})"
+
+
+def _named_sizes(operator: Operator) -> dict[str, str]:
+    """Returns the Python expressions of named sizes in samples. Those of the first tensor are variables.
+
+    A free size of an index is at most the index's bound. If the op writes, a free bound is larger than the number of
+    the index's values, which can then all be different.
+    """
+    sizes = {word: word for word in words_of(operator.operands[operator.first].shape)}
+    for each in (each for each in operator.operands.values() if each.below):
+        part, below = _bound(each, operator), _below(each, operator, sizes)
+        word = _word(part, operator)
+        if operator.written and word.isidentifier() and word not in sizes:
+            sizes[word] = f"{_count(_shape(each, sizes))} + 1"
+        elif part.tensor and not below.isdigit():
+            free = (word for word in words_of(each.shape) if word.isidentifier() and word not in sizes)
+            sizes |= dict.fromkeys(free, f"min(3, {below})")
+    return sizes
+
+
+def _count(shape: str) -> str:
+    """Returns the Python expression of the number of elements of a shape."""
+    single = re.fullmatch(r"\((\w+),\)", shape)
+    return single[1] if single else f"torch.Size({shape}).numel()"
 
 
 def _sample(operator: Operator) -> list[str]:
     first = operator.operands[operator.first]
-    known = {*words_of(first.shape)}
-    made, lines, numbers = [], [], []
+    sizes = _named_sizes(operator)
+    made, lines, numbers, indices = [], [], [], []
     for each in operator.schema.arguments:
         operand = operator.operands.get(each.name)
         if operand is None:
@@ -153,10 +181,13 @@ def _sample(operator: Operator) -> list[str]:
             made.append(each.name)
             continue
         sized = operator.operands.get(operand.shape.rpartition(" ")[2], operand)  # "like key" has the shape of key
-        shape = "shape" if sized is first and not _has_number(first) else _shape(sized, known)
-        lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
+        shape = "shape" if sized is first and not _has_number(first) else _shape(sized, sizes)
+        if operand.below:
+            indices += _index(operand, shape, operator, sizes)
+        else:
+            lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
         made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
-    return [*numbers, *lines, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
+    return [*numbers, *lines, *indices, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
 
 
 def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
@@ -168,7 +199,6 @@ def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
 
 
 def _one_tensor(operand: Operand, shape: str, operator: Operator) -> str:
-    device = operator.first
     if operand.dtype == "same":
         needs = operand.name in operator.grads
         return f"make({shape})" + ("" if needs or not operator.grads else ".detach()")
@@ -177,14 +207,41 @@ def _one_tensor(operand: Operand, shape: str, operator: Operator) -> str:
     if operand.dtype == "bool":
         # In the second sample, the tensor has one element for each column, and is broadcast over the rows.
         return f"make({shape} if number == 0 else {shape}[-1:]).detach() > 0"
-    below = "3" if not operand.below else f"max({_below(operand.below, operator)}, 1)"
-    drawn = f"torch.randint({below}, tuple({shape}), generator=torch.Generator().manual_seed(number))"
-    return f"{drawn}.to({device}.device, torch.{operand.dtype})"
+    drawn = f"torch.randint(3, tuple({shape}), generator=torch.Generator().manual_seed(number))"
+    return f"{drawn}.to({operator.first}.device, torch.{operand.dtype})"
 
 
-def _below(expression: str, operator: Operator) -> str:
-    part = parts(f"[{expression}]", operator)[0]
-    return f"{part.tensor}.shape[{part.begin}]" if part.tensor else part.number
+def _index(operand: Operand, shape: str, operator: Operator, sizes: dict[str, str]) -> list[str]:
+    """Returns the statements that make an index tensor, behind those that make the tensors that bound it.
+
+    A shape for which no value is below the bound gets no sample.
+    """
+    below = _below(operand, operator, sizes)
+    different = ", different=True" if operator.written else ""
+    lines = [f"{operand.name} = indices_below({shape}, {below}, number{different}).to({operator.first}.device)"]
+    # A bound that is a number or a sum is above 0, and a count of min(3, bound) is 0 if the bound is.
+    if not re.fullmatch(r"\d+|.* .*", below) and f"min(3, {below})" not in shape and _bound(operand, operator).tensor:
+        lines += [f"if {below} == 0 < {operand.name}.numel():", "    return  # no value is below 0"]
+    return lines
+
+
+def _bound(index: Operand, operator: Operator) -> Part:
+    return parts(f"[{index.below}]", operator)[0]
+
+
+def _word(part: Part, operator: Operator) -> str:
+    """Returns the word of a shape pattern that `part`, one size of a tensor, stands for, or "" if it has none."""
+    words, place = words_of(operator.operands[part.tensor].shape) if part.tensor else [], part.begin or 0
+    return words[place] if "*" not in words and -len(words) <= place < len(words) else ""
+
+
+def _below(index: Operand, operator: Operator, sizes: dict[str, str]) -> str:
+    """Returns the Python expression of the number that the values of an index are below."""
+    part = _bound(index, operator)
+    word = _word(part, operator)
+    if part.tensor and (part.tensor == operator.first or not word):
+        return f"{part.tensor}.shape[{part.begin}]"
+    return sizes.get(word, word if word.isdigit() else "3") if part.tensor else part.number
 
 
 def _rank(operator: Operator) -> str:

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -158,6 +158,21 @@ def dispatch(parser: Parser, words: Sequence[str] | None) -> int:
         return 1
 
 
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Runs main() and exits with its status. An interrupt or a closed pipe (`info | head`) causes no traceback."""
+    try:
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()  # flushes here, because Python's own flush at exit would print a traceback
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still in the buffer
+        status = 141  # as a shell reports SIGPIPE
+    sys.exit(status)
+
+
 # ---- adding an op ----
 
 
@@ -232,6 +247,7 @@ def plan_removal(name: str) -> Plan:
         (page, rf"\n^## {name}\n.*?(?=\n^## |\Z)", f"a section {name}"),
     ):
         plan.changed[path] = tree.cut(path, plan.changed.get(path, path.read_text()), pattern, what)
+    plan.changed[package / "ops.py"] = tree.with_marks(plan.changed[package / "ops.py"])
     readme = tree.TREE / "README.md"
     text = readme.read_text()
     if tree.with_count(text, -1) != text:  # a package's README does not count its ops

@@ -143,6 +143,9 @@ def run(options: argparse.Namespace) -> None:
     op = scaffold.addition(options, options.op)
     plan = plan_package(options.folder, options.name, op)
     tree.write(plan)
-    tree.report(plan, options.folder)
+    copied = re.findall(r"^\w{64}  (.+)$", plan.new[options.folder / MANIFEST], re.MULTILINE)
+    own = {path: text for path, text in plan.new.items() if str(path.relative_to(options.folder)) not in copied}
+    tree.report(Plan(own), options.folder)
+    print(f"  and {len(copied)} copied files, see {MANIFEST}")
     print(NEXT.format(folder=shlex.quote(str(options.folder)), name=options.name, op=op.name))
     return None

@@ -75,6 +75,11 @@ class Operator:
         return [each for each in self.operands.values() if each.is_written]
 
     @property
+    def indices(self) -> str:
+        """Returns the names of the index tensors, such as "index and target", or ""."""
+        return " and ".join(each.name for each in self.operands.values() if each.below)
+
+    @property
     def differentiable_results(self) -> list[Operand]:
         return [each for each in self.results.values() if each.dtype in DIFFERENTIABLE]
 
@@ -106,6 +111,8 @@ def describe(
 ) -> Operator:
     """Returns the operator that a schema and options describe. Raises CannotMake if they do not fit together."""
     _check_supported(schema)
+    if saved is not None and not grads:
+        raise CannotMake("expected --grad beside --save, which says what backward reads")
     names = [each.name for each in schema.tensors]
     dtype = pairs(dtypes, "--dtype", [*names, *schema.results])
     for each in dtype.values():
@@ -154,7 +161,7 @@ RESERVED = {
     "op",
     "output",
 }
-RESERVED |= {"results", "sample", "shape", "torch", "unknown_size"}
+RESERVED |= {"indices_below", "results", "sample", "shape", "torch", "unknown_size"}
 
 
 def _check_names(operator: Operator) -> None:

@@ -146,13 +146,17 @@ def with_entry(text: str, name: str, entry: str) -> str:
     return text.replace(before, "".join(sorted(imports + imports_of(name))) + "from .registration.entries", 1)
 
 
-def with_marks(text: str, marks: Iterable[str]) -> str:
-    """Adds marks, names in capitals of registration/entries.py, to the imports of ops.py."""
+def with_marks(text: str, marks: Iterable[str] = ()) -> str:
+    """Imports into ops.py those names of registration/entries.py that it uses: `register`, and marks in capitals.
+
+    They are among the names that ops.py imports so far, and `marks`.
+    """
     imported = re.search(r"^from \.registration\.entries import (?:\(([^)]*)\)|([\w, ]*).*)\n", text, re.MULTILINE)
     if imported is None:
         raise CannotMake("extension_cpp/ops.py imports nothing from .registration.entries")
-    names = {*re.findall(r"\w+", imported[1] or imported[2]), *marks}
-    ordered = sorted(names, key=lambda name: (not name.isupper(), name.lower()))
+    rest = text[: imported.start()] + text[imported.end() :]
+    used = {*re.findall(r"\w+", imported[1] or imported[2]), *marks} & {*re.findall(r"\w+", rest)}
+    ordered = sorted(used or {"register"}, key=lambda name: (not name.isupper(), name.lower()))
     line = f"from .registration.entries import {', '.join(ordered)}\n"
     if len(line) > 121:
         line = "from .registration.entries import (\n" + "".join(f"    {name},\n" for name in ordered) + ")\n"

@@ -14,7 +14,8 @@ from tests.opspec import OpSpec
 
 def freed(like: Tensor, offset: int) -> Tensor:
     """Returns a tensor like `like`, with `offset` as its storage offset, whose storage has been freed."""
-    reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    steps = ((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    reach = sum(steps) + 1 if like.numel() else 0
     x = torch.empty(offset + reach, dtype=like.dtype, device=like.device).as_strided(like.shape, like.stride(), offset)
     x.untyped_storage().resize_(0)
     return x.requires_grad_(like.requires_grad)

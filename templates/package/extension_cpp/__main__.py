@@ -1,9 +1,8 @@
 """The command line: python -m extension_cpp new, remove."""
 
-import sys
 from collections.abc import Sequence
 
-from .command.new import Parser, add_new, add_remove, dispatch
+from .command.new import Parser, add_new, add_remove, dispatch, run_command
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -16,4 +15,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
