@@ -368,6 +368,29 @@ def first_index(x: Tensor) -> Tensor:
     return x.argmax().double()
 
 
+@torch.library.custom_op("check_other::gate", mutates_args=())
+def gate(x: Tensor, y: Tensor) -> Tensor:
+    """Computes x * y, and has a gradient of x alone."""
+    return x * y
+
+
+gate.register_autograd(
+    lambda ctx, grad_out: (grad_out * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+
+
+@pytest.mark.parametrize("words", [", requires_grad=True", ""])
+def test_a_sample_says_which_arguments_are_differentiable(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An operator without a gradient of y passes if x alone requires grad in the sample. If no tensor of the sample
+    does, all are taken to be differentiable, and the operator is refused."""
+    sample = f"(torch.randn(3, 4{words}), torch.randn(3, 4))"
+    reference = ("--reference", "torch:mul", "--sample", sample, "--device", "cpu")
+    line = check(capsys, __name__, "check_other::gate", *reference)[1]["gradients"]
+    assert line == ("passed: of x" if words else f"refused: {IN_WORDS}: no gradient of y, and the reference has one")
+
+
+IN_WORDS = "x: float32[3, 4], y: float32[3, 4]"
 SPEC_FILE = """
 import torch
 from tests.opspec import Sample

@@ -193,9 +193,13 @@ def gradients(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
 
 
 def differentiated(case: Checked) -> tuple[Any, dict[int, Tensor | None], list[bool]]:
-    """Returns a sample whose tensors require grad, its gradients by argument index, and which results require grad."""
+    """Returns a sample whose tensors require grad, its gradients by argument index, and which results require grad.
+
+    If tensors of the sample itself require grad, those that do not are left out, as in the spec of an operator that is
+    not differentiable in each of its arguments.
+    """
     sample = case.draw()
-    places = [i for i in case.places(sample, floating=True) if i not in case.written]
+    places = [i for i in case.asked or case.places(sample, floating=True) if i not in case.written]
     for i in places:
         sample.args[i].requires_grad_()
     try:

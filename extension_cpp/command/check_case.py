@@ -101,6 +101,7 @@ class Checked:
         self.written: list[int] = []
         self.count = sys.maxsize  # number of results to compare
         self.flags: list[bool] = []  # which results require grad, while gradients are compared
+        self.asked: list[int] = []  # arguments that require grad in the sample itself
         args, self.keys = source(0)
         schema = {argument.name: argument for argument in op._schema.arguments}
         if len(args) > len(schema) or self.keys.keys() - schema.keys():
@@ -146,6 +147,7 @@ class Checked:
         args, kwargs = self.source(seed)
         values = [*args, *kwargs.values()]
         flat, self.tree = tree_flatten(values, lambda x: x is not values and is_plain(x))
+        self.asked = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
         moved = (x.detach().to(self.device, copy=True) if isinstance(x, Tensor) else x for x in flat)
         return opspec.Sample(tuple(moved))
 
