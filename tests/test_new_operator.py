@@ -30,6 +30,7 @@ SCHEMAS = [
     "f(Tensor(a!) p, Tensor grad, Tensor(b!) m, float lr, int step=1) -> ()",
     "f_(Tensor x, SymInt k) -> Tensor",
     "f(Tensor[] xs, Tensor[] ys, float? s=None) -> Tensor[]",
+    "f(Tensor x, int[] dims, SymInt[2] size=3, float[]? by=None, bool[2] flags=[True, False]) -> Tensor",
 ]
 
 
@@ -51,6 +52,7 @@ def test_schemas_are_read(text: str) -> None:
         ("f(Tensr x) -> Tensor", "types Tensor, int, SymInt, float, bool at column 3 of the schema, but got 'Tensr'"),
         ("f(Tensor x, Tensor x) -> Tensor", "a name that no other argument has at column 20"),
         ("f(Tensor x, float s=abc) -> Tensor", "a default value at column 21 of the schema, but got 'abc'"),
+        ("f(Tensor x, float[] s=[1, abc]) -> Tensor", "a default value at column 27 of the schema, but got 'abc'"),
         ("f(Tensor x)", "expected '->' at column 12 of the schema, but got its end"),
         ("f(Tensor x) -> Tensor y z", "the end of the schema at column 25 of the schema, but got 'z'"),
     ],
@@ -86,7 +88,19 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor[] x) -> Tensor[]", "--work", "rows"], "expected --work flat with lists, but got rows"),
         (["f(Tensor x) -> Tensor", "--shape", "out=[?]"], "expected --work items=... with a size of ?"),
         (["f(Tensor x) -> Tensor", "--work", "items=[?]"], "the work items to name SymInt arguments, but got '?'"),
-        (["f(Tensor x, int[] k) -> Tensor"], "k is int[]: of lists `new --schema` writes Tensor[] alone"),
+        (
+            ["f(Tensor[] x, Tensor[]? y) -> Tensor[]"],
+            "y is Tensor[]?: of lists of tensors `new --schema` writes Tensor[]",
+        ),
+        (["f(Tensor x, int[17] k) -> Tensor"], "expected k to have at most 16 values, but got int[17]"),
+        (["f(Tensor x, int[2] k=[1]) -> Tensor"], "expected a default of int[2] for k, but got [1]"),
+        (["f(Tensor x, int[] k=1) -> Tensor"], "expected a default of int[] for k, but got 1"),
+        (["f(Tensor x, bool[] k=[1]) -> Tensor"], "expected a default of bool[] for k, but got [1]"),
+        (["f(Tensor x, SymInt[] k) -> Tensor", "--shape", "out=[k]"], "but got SymInt[] k"),
+        (["f(Tensor x, int[] k) -> Tensor", "--shape", "out=[*k]"], "or results before it, but got 'k'"),
+        (["f(Tensor x, SymInt[2] k) -> Tensor", "--shape", "out=[k[2]]"], "but got k[2] of SymInt[2]"),
+        (["f(Tensor x, SymInt[] k) -> Tensor", "--shape", "out=[k[0]]"], "but got k[0] of SymInt[]"),
+        (["f(Tensor x, int[] k, Tensor k_count) -> Tensor"], "'k_count' would stand for two things"),
         (["f(Tensor x, *, float s) -> Tensor"], "s is a keyword-only argument: write the schema without *"),
         (["f(Tensor x) -> (Tensor x)"], "names for the results that no argument has, but got x"),
         (["f(Tensor x, Tensor? m=None, float s) -> Tensor"], "expected a default for s, because m before it has one"),
@@ -163,6 +177,10 @@ PLANTED = {
         *["planted_count(Tensor boxes, float least=0.5) -> Tensor", "--dtype", "out=int64", "--shape", "out=[?]"],
         *["--work", "items=[1]", "--role", "boxes=[n, 4]"],
     ],
+    "planted_tile": [
+        "planted_tile(Tensor x, SymInt[2] copies, float[] scales, bool[2] flips=True, int[]? more=None) -> Tensor",
+        *["--shape", "out=[*copies, *x]", "--grad", "x", "--save", ""],
+    ],
     "planted_round": [
         *["planted_round(Tensor x) -> (Tensor q, Tensor scale)", "--dtype", "q=int8", "scale=float32"],
         *["--role", "x=[*, n]", "--shape", "scale=[*x[:-1]]", "--work", "rows"],
@@ -202,6 +220,8 @@ FORMULAS = {
     "planted_lists": "return [x + alpha * y for x, y in zip(xs, ys, strict=True)]",
     "planted_decay": "for p, m in zip(ps, ms, strict=True):\n    p.sub_(rate.sum())\n    m.add_(p)",
     "planted_count": "return (boxes.sum(1) > least).nonzero()[:, 0]",
+    "planted_tile": "factor = sum(scales) * (1 + flips[0] + 2 * flips[1]) + sum(more or ())\n"
+    "return (x * factor).expand(*copies, *x.shape).clone()",
     "planted_round": "return x.sign().to(torch.int8), x.abs().sum(-1).float()",
     "planted_exact": "return (x * y).sum(0) + z",
     "planted_cache": "cache.index_copy_(0, slots, key)",
@@ -211,8 +231,23 @@ FORMULAS = {
 }
 
 
-# The arithmetic of forward and backward on the CPU: a mask that broadcasts, an index, and results of other dtypes.
+FACTOR = """
+  double factor = 0;
+  for (int64_t k = 0; k < args->scales_count; ++k) factor += args->scales[k];
+  factor *= 1 + args->flips[0] + 2 * args->flips[1];
+  for (int64_t k = 0; args->has_more && k < args->more_count; ++k) factor += (double)args->more[k];
+"""
+
+
+# The arithmetic of forward and backward on the CPU: a mask that broadcasts, an index, lists of numbers, and results of
+# other dtypes.
 KERNELS = {
+    "planted_tile": [
+        f"{FACTOR}  out[i] = NARROW(WIDEN(x[i % args->x_numel]) * (ACC)factor);",
+        f"{FACTOR}  double sum = 0;\n"
+        "  for (int64_t k = i; k < args->grad_out_numel; k += args->grad_x_numel) sum += WIDEN(grad_out[k]);\n"
+        "  grad_x[i] = NARROW((ACC)(sum * factor));",
+    ],
     "planted_scale": [
         "out[i] = NARROW(WIDEN(x[i]) * (args->has_scale ? (ACC)args->scale : 1) * (mask == NULL || mask[i]));",
         "grad_x[i] = NARROW(WIDEN(grad_out[i]) * (args->has_scale ? (ACC)args->scale : 1) * (!mask || mask[i]));",
@@ -391,7 +426,7 @@ def test_specs_say_that_results_are_saved_and_whether_lines_decide_lines() -> No
     saving = {name for name, words in PLANTED.items() if "saves_results" in generate_tests.spec(operator_of(*words))}
     whole = {name for name, words in PLANTED.items() if "by_lines=False" in generate_tests.spec(operator_of(*words))}
     odd = {"planted_exact", "planted_cache", "planted_most", "planted_tally"}
-    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"} | odd
+    assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count", "planted_tile"} | odd
 
 
 def plant(names: list[str]) -> None:

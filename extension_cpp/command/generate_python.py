@@ -3,14 +3,23 @@
 import re
 from collections.abc import Iterable
 
-from .generate import backward_inputs, backward_schema, forward_schema, grads_out, in_backward, saved, tensors_in
+from .generate import (
+    backward_inputs,
+    backward_schema,
+    bounds,
+    forward_schema,
+    grads_out,
+    in_backward,
+    saved,
+    tensors_in,
+)
 from .roles import Operand, Operator, Part, parts
 from .schema import Argument
 
 
 def _annotation(argument: Argument) -> str:
-    kind = "Sequence[Tensor]" if argument.is_list else {"SymInt": "int"}.get(argument.type, argument.type)
-    return kind + _or_none(argument)
+    kind = {"SymInt": "int"}.get(argument.type, argument.type)
+    return (f"Sequence[{kind}]" if argument.is_list else kind) + _or_none(argument)
 
 
 def _or_none(each: Argument | Operand) -> str:
@@ -19,7 +28,7 @@ def _or_none(each: Argument | Operand) -> str:
 
 def _parameters(operator: Operator, defaults: bool = False) -> str:
     return ", ".join(
-        f"{each.name}: {_annotation(each)}" + (f" = {each.default}" if defaults and each.default is not None else "")
+        f"{each.name}: {_annotation(each)}" + (f" = {each.value!r}" if defaults and each.default else "")
         for each in operator.schema.arguments
     )
 
@@ -46,6 +55,10 @@ def _matches(op: str, operands: list[Operand]) -> list[str]:
         for number, (each, shape) in enumerate(zip(operands, shapes, strict=True))
     )
     return [f'match = Match("{op}")', *calls]
+
+
+def _lengths(operator: Operator) -> list[str]:
+    return [f'match.length("{each.name}", {each.name}, {bounds(each)})' for each in operator.schema.number_lists]
 
 
 def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
@@ -113,9 +126,10 @@ def functional(operator: Operator) -> str:
     dtypes |= {_dtypes(each, number == 0) for number, each in enumerate(checked)}
     imported = sorted(each for each in dtypes if not each.startswith("("))
     text = f'"""{name}: the public function, and what ops.py registers for its operators."""\n\n'
-    text += "from collections.abc import Sequence\n" if operator.sizes_of or operator.schema.has_lists else ""
+    has_lists = any(each.is_list for each in operator.schema.arguments)
+    text += "from collections.abc import Sequence\n" if operator.sizes_of or has_lists else ""
     text += "from typing import Any\n" if operator.grads else ""
-    text += "\n" if operator.grads or operator.schema.has_lists else ""
+    text += "\n" if operator.grads or has_lists else ""
     text += "from torch import Tensor\n\n"
     text += "from .. import _ops, reference\nfrom ..registration.autograd import Gradients\n" if operator.grads else ""
     text += "from ..registration import checks\n" if operator.written else ""
@@ -141,6 +155,7 @@ def functional(operator: Operator) -> str:
 
 def _fake(operator: Operator) -> str:
     sizes = {name: f"{name}.shape" for name in operator.operands}
+    sizes |= {each.name: each.name for each in operator.schema.number_lists}
     if operator.schema.gives_lists:
         made = [f"[{_new(each, 'x', 'x.shape')} for x in {each.shape}]" for each in operator.results.values()]
     else:
@@ -150,7 +165,7 @@ def _fake(operator: Operator) -> str:
         ]
     results = _results_type(len(made), operator.schema.gives_lists)
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {results}:\n"
-    text += body(_matches(operator.name, [*operator.operands.values()]))
+    text += body([*_matches(operator.name, [*operator.operands.values()]), *_lengths(operator)])
     for each in operator.written:
         text += body(_checks_of_memory(each, operator))
     text += body(["unknown_size = torch.library.get_ctx().new_dynamic_size()"]) if operator.has_unknown_size else ""
@@ -189,7 +204,7 @@ def _backward_fake(operator: Operator) -> str:
     parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
     known = {name: text.replace(".sizes()", ".shape") for name, text in in_backward(operator).items()}
     text = f"def {op}_fake({', '.join(parameters)}) -> {_results_type(len(operator.grads))}:\n"
-    text += body(_matches(op, backward_inputs(operator)))
+    text += body([*_matches(op, backward_inputs(operator)), *_lengths(operator)])
     for result, grad in zip(operator.differentiable_results, grads, strict=True):
         if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
             sizes = python_shape(result.shape, operator, known)
@@ -310,7 +325,7 @@ def stub(operator: Operator) -> str:
 def documents(operator: Operator) -> tuple[str, str]:
     """Returns the operator's row and section of docs/ops.md, in the format of `make docs`."""
     name = operator.name
-    parameters = (each.name + (f"={each.default}" if each.default else "") for each in operator.schema.arguments)
+    parameters = (each.name + (f"={each.value!r}" if each.default else "") for each in operator.schema.arguments)
     call = f"{name}({', '.join(parameters)})"
     order = f"in {' and '.join(f'`{each}`' for each in operator.grads)}, once" if operator.grads else "none"
     summary, *rest = docstring(operator).replace("``", "`").splitlines()

@@ -4,9 +4,11 @@ from .generate import (
     NUMBER_TYPES,
     Launch,
     backward_schema,
+    bounds,
     forward_schema,
     grads_out,
     in_backward,
+    is_open,
     launches,
     lines,
     saved,
@@ -46,7 +48,9 @@ def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
 
 
 def of_operands(operator: Operator) -> dict[str, str]:
-    return {name: f"{name}.sizes()" for name in operator.operands}
+    """Returns a dictionary from the tensors, and lists of numbers, of forward to the C++ expressions of their sizes."""
+    lists = {each.name: each.name for each in operator.schema.number_lists}
+    return {name: f"{name}.sizes()" for name in operator.operands} | lists
 
 
 def _dtypes(operand: Operand, is_first: bool) -> str:
@@ -73,7 +77,9 @@ def _parameter(operand: Operand, of_list: bool = False) -> str:
 
 def _number(argument: Argument) -> str:
     kind = NUMBER_TYPES[argument.type]
-    return f"std::optional<{kind}> {argument.name}" if argument.is_optional else f"{kind} {argument.name}"
+    kind = f"std::vector<{kind}>" if argument.is_list else kind
+    kind = f"std::optional<{kind}>" if argument.is_optional else kind
+    return f"const {kind} &{argument.name}" if argument.is_list else f"{kind} {argument.name}"
 
 
 def _returned(names: list[str]) -> str:
@@ -143,8 +149,14 @@ def _arguments(launch: Launch, items: str) -> str:
     text += "".join(_pointer(each, True) for each in launch.inputs)
     text += lines(f"args.{name} = {size};" for name, size in launch.sizes.items())
     for number in launch.numbers:
-        text += f"  args.{number.name} = {number.name}{'.value_or(0)' if number.is_optional else ''};\n"
-        text += f"  args.has_{number.name} = {number.name}.has_value();\n" if number.is_optional else ""
+        name = number.name
+        if number.is_list:
+            given, values = (f"if ({name}) ", f"{name}->") if number.is_optional else ("", f"{name}.")
+            text += f"  {given}std::copy({values}begin(), {values}end(), args.{name});\n"
+            text += f"  {given}args.{name}_count = static_cast<int64_t>({values}size());\n" if is_open(number) else ""
+        else:
+            text += f"  args.{name} = {name}{'.value_or(0)' if number.is_optional else ''};\n"
+        text += f"  args.has_{name} = {name}.has_value();\n" if number.is_optional else ""
     return text + f"  args.items = {items};\n  args.dtype = dtype;\n"
 
 
@@ -184,9 +196,19 @@ def _matches(operands: list[Operand]) -> str:
     )
 
 
+def _lengths(operator: Operator) -> str:
+    """Returns the statements that check the lengths of lists of numbers, for which the argument struct has arrays."""
+    text = ""
+    for each in operator.schema.number_lists:
+        given, size = (f"if ({each.name}) ", "->size()") if each.is_optional else ("", ".size()")
+        text += f'  {given}match.length("{each.name}", {each.name}{size}, {bounds(each)});\n'
+    return text
+
+
 def _checks(operator: Operator) -> str:
     """Returns the statements that declare the op's name and check the arguments."""
-    text = f'  const char *op = "{operator.name}";\n  Match match(op);\n' + _matches(list(operator.operands.values()))
+    text = f'  const char *op = "{operator.name}";\n  Match match(op);\n'
+    text += _matches(list(operator.operands.values())) + _lengths(operator)
     for each in operator.operands.values():
         if each.below:
             sizes = cpp_shape(f"[{each.below}]", operator, of_operands(operator))
@@ -267,7 +289,8 @@ def _backward(operator: Operator) -> str:
         parameters.append(f"const {kind} &{name}_sizes")
     parameters += [_number(each) for each in operator.schema.numbers]
     text = f"static {_result_type(len(launch.outputs))} backward({', '.join(parameters)}) {{\n"
-    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n' + _matches(launch.inputs)
+    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n'
+    text += _matches(launch.inputs) + _lengths(operator)
     for result, grad in zip(operator.differentiable_results, grads, strict=True):
         if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
             sizes = cpp_shape(result.shape, operator, known)

@@ -1,9 +1,12 @@
 """Generates the spec and the test of an operator for `new --schema`."""
 
+import ast
 import re
+from collections.abc import Sequence
 
+from .generate import is_open
 from .generate_python import body
-from .roles import Operand, Operator, Part, parts, words_of
+from .roles import MOST, Operand, Operator, Part, parts, words_of
 from .schema import Argument
 
 # The values of number arguments by type. The first sample has the default, or VALUES without one. The second has the
@@ -63,7 +66,7 @@ def _is_by_lines(operator: Operator) -> bool:
     first, *others = operator.operands.values()
     words = words_of(first.shape)
     fits = (f"like {first.name}", f"broadcasts to {first.name}", f"[{words[-1]}]" if words else "")
-    starts = f"[*{first.name}[:", f"[*{first.name},"
+    starts = f"[*{first.name}[:-1]", f"[*{first.name},"
     results = (
         each.shape in (first.name, *operator.results) or each.shape.startswith(starts)
         for each in operator.results.values()
@@ -75,15 +78,22 @@ def _other(number: Argument, operator: Operator) -> str:
     """Returns the value of a number in the second sample, which is also its other value in test_options.py.
 
     A number that bounds the values of an index is 3. With 1, the index of the first sample could be out of bounds, and
-    test_options.py uses that index with this number.
+    test_options.py uses that index with this number. A list of any length has one value more than in the first sample.
     """
+    if number.is_list:
+        values = ast.literal_eval(_first(number))
+        others = [next(x for x in OTHERS[number.type] if x != repr(value)) for value in values]
+        return _tuple([*others, *([VALUES[number.type]] if is_open(number) else [])])
     bounds = any(number.name == each.below for each in operator.operands.values())
     return "3" if bounds else next(value for value in OTHERS[number.type] if value != _first(number))
 
 
 def _first(number: Argument) -> str:
-    """Returns the value of a number in the first sample."""
-    return number.default if number.default not in (None, "None") else VALUES[number.type]
+    """Returns the value of a number in the first sample. A list of any length without a default has two values."""
+    if number.value is not None:
+        return repr(number.value)
+    values = (VALUES[number.type], OTHERS[number.type][0]) * MOST
+    return _tuple(values[: int(number.length or 2)]) if number.is_list else values[0]
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
@@ -93,7 +103,11 @@ def _battery_results(operator: Operator) -> list[Operand]:
 
 
 def _quoted(names: list[str]) -> str:
-    return "(" + ", ".join(f'"{name}"' for name in names) + (",)" if len(names) == 1 else ")")
+    return _tuple([f'"{name}"' for name in names])
+
+
+def _tuple(values: Sequence[str]) -> str:
+    return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
 
 
 def _sizes(first: Operand, used: set[str]) -> list[str]:
@@ -142,8 +156,7 @@ def _shape(operand: Operand, sizes: dict[str, str]) -> str:
     if not operand.shape.startswith("["):
         return "shape"
     words = words_of(operand.shape)
-    made = ", ".join("*batch" if word == "*" else word if word.isdigit() else sizes.get(word, "3") for word in words)
-    return f"({made}{',' if len(words) == 1 else ''})"
+    return _tuple(["*batch" if word == "*" else word if word.isdigit() else sizes.get(word, "3") for word in words])
 
 
 def _named_sizes(operator: Operator) -> dict[str, str]:
@@ -187,7 +200,7 @@ def _sample(operator: Operator) -> list[str]:
         else:
             lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
         made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
-    return [*numbers, *lines, *indices, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
+    return [*numbers, *lines, *indices, f"yield Sample({_tuple(made)})"]
 
 
 def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
@@ -265,6 +278,7 @@ def _errors(operator: Operator) -> list[str]:
     for place, each in enumerate(operator.schema.arguments):
         operand = operator.operands.get(each.name)
         if operand is None:
+            lines += [f"yield {_one_too_many(place, each)}"] if each.is_list else []
             continue
         name, like = (f"{x.name}[0]" if x.is_list else x.name for x in (operand, first))
         if operand is first:
@@ -277,6 +291,14 @@ def _errors(operator: Operator) -> list[str]:
         given = f"with_argument({place}, {argument})"
         lines.append(f'yield ErrorSample({given}, f"{{op}} {message}")')
     return lines
+
+
+def _one_too_many(place: int, numbers: Argument) -> str:
+    """Returns the Python expression of an ErrorSample with more numbers than the list may have."""
+    most = int(numbers.length or MOST)
+    values = _tuple([VALUES[numbers.type]])
+    expected = f"{numbers.name} to have {'' if numbers.length else 'at most '}{most} value{'s' * (most != 1)}"
+    return f'ErrorSample(with_argument({place}, {values} * {most + 1}), f"{{op}} {expected}, but got {most + 1}")'
 
 
 def test(operator: Operator) -> str:

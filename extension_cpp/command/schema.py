@@ -6,6 +6,7 @@ topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 import ast
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import CannotMake
 
@@ -31,6 +32,7 @@ class Argument:
     type: str  # one of TYPES
     is_optional: bool = False
     is_list: bool = False
+    length: str = ""  # how many values a list of numbers must have: "2" for int[2], "" for int[]
     is_written: bool = False  # Tensor(a!)
     default: str | None = None  # its text in the schema: "None", "1", "1e-05", "True", "[1, 2]"
     keyword_only: bool = False
@@ -43,12 +45,20 @@ class Argument:
     def kind(self) -> str:
         """Returns the type as in a schema, such as "int?". A written tensor has "(!)", where a schema has "(a!)"."""
         written = "(!)" if self.is_written else ""
-        return f"{self.type}{written}{'[]' if self.is_list else ''}{'?' if self.is_optional else ''}"
+        return f"{self.type}{written}{f'[{self.length}]' if self.is_list else ''}{'?' if self.is_optional else ''}"
 
     @property
     def text(self) -> str:
         """Returns the argument as in a schema: its type as in `kind`, its name and its default."""
         return f"{self.kind} {self.name}" + ("" if self.default is None else f"={self.default}")
+
+    @property
+    def value(self) -> Any:
+        """Returns the default: a number, a tuple of numbers or None. int[2] x=1 is short for int[2] x=[1, 1]."""
+        value = ast.literal_eval(self.default or "None")
+        if not self.is_list or value is None:
+            return value
+        return tuple(value) if isinstance(value, list) else (value,) * int(self.length or 0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,8 @@ class Schema:
 
     @property
     def has_lists(self) -> bool:
-        return self.gives_lists or any(each.is_list for each in self.arguments)
+        """Returns whether an argument or a result is a list of tensors."""
+        return self.gives_lists or any(each.is_list for each in self.tensors)
 
     @property
     def tensors(self) -> list[Argument]:
@@ -68,7 +79,12 @@ class Schema:
 
     @property
     def numbers(self) -> list[Argument]:
+        """Returns the arguments that are numbers or lists of numbers."""
         return [each for each in self.arguments if not each.is_tensor]
+
+    @property
+    def number_lists(self) -> list[Argument]:
+        return [each for each in self.numbers if each.is_list]
 
     def argument(self, name: str) -> Argument | None:
         return next((each for each in self.arguments if each.name == name), None)
@@ -156,10 +172,14 @@ def _check_defaults(arguments: list[Argument]) -> None:
                 raise CannotMake(f"expected a default for {each.name}, because {before} before it has one")
             continue
         before = each.name
-        value = ast.literal_eval(each.default)
-        fits = each.is_optional if value is None else each.is_list or type(value) in kinds.get(each.type, ())
+        if each.value is None:
+            fits = each.is_optional
+        else:
+            fits = all(type(x) in kinds.get(each.type, ()) for x in (each.value if each.is_list else [each.value]))
+        if each.is_list and each.value is not None:
+            fits &= len(each.value) == int(each.length) if each.length else each.default.startswith("[")
         if not fits:
-            raise CannotMake(f"expected a default of {each.type} for {each.name}, but got {each.default}")
+            raise CannotMake(f"expected a default of {each.kind.rstrip('?')} for {each.name}, but got {each.default}")
 
 
 def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:
@@ -170,31 +190,34 @@ def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:
     if is_written:
         reader.take()
     is_list = re.fullmatch(r"\[\d*\]", reader.peek()) is not None
-    if is_list:
-        reader.take()
+    length = reader.take()[1:-1] if is_list else ""
     is_optional = reader.accept("?")
     if reader.peek() in taken:
         raise reader.fail("a name that no other argument has")
     name = reader.name("the argument's name")
     default = _default(reader) if reader.accept("=") else None
-    return Argument(name, kind, is_optional, is_list, is_written, default, keyword_only)
+    return Argument(name, kind, is_optional, is_list, length, is_written, default, keyword_only)
 
 
 def _default(reader: _Reader) -> str:
     if not reader.accept("["):
-        word = reader.take()
-        try:
-            ast.literal_eval(word)
-        except (SyntaxError, ValueError):
-            reader.at -= len(word)
-            raise reader.fail("a default value") from None
-        return word
+        return _value(reader)
     words: list[str] = []
     while not reader.accept("]"):
         if words:
             reader.expect(",")
-        words.append(reader.take())
+        words.append(_value(reader))
     return f"[{', '.join(words)}]"
+
+
+def _value(reader: _Reader) -> str:
+    word = reader.take()
+    try:
+        ast.literal_eval(word)
+    except (SyntaxError, ValueError):
+        reader.at -= len(word)
+        raise reader.fail("a default value") from None
+    return word
 
 
 def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
