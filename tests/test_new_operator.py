@@ -30,6 +30,7 @@ SCHEMAS = [
     "f(Tensor(a!) p, Tensor grad, Tensor(b!) m, float lr, int step=1) -> ()",
     "f_(Tensor x, SymInt k) -> Tensor",
     "f(Tensor[] xs, Tensor[] ys, float? s=None) -> Tensor[]",
+    "f(Tensor x, float p=0.5, *, int k, bool flag=False) -> Tensor",
     "f(Tensor x, int[] dims, SymInt[2] size=3, float[]? by=None, bool[2] flags=[True, False]) -> Tensor",
 ]
 
@@ -37,7 +38,7 @@ SCHEMAS = [
 @pytest.mark.parametrize("text", SCHEMAS)
 def test_schemas_are_read(text: str) -> None:
     parsed = schema.parse(text)
-    shown = ", ".join(each.text for each in parsed.arguments)
+    shown = parsed.listed(each.text for each in parsed.arguments)
     assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
     operator = roles.describe(parsed, [], [], [], None, None, "flat")
     assert schema.parse(generate.forward_schema(operator)) == schema.parse(
@@ -101,7 +102,7 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x, SymInt[2] k) -> Tensor", "--shape", "out=[k[2]]"], "but got k[2] of SymInt[2]"),
         (["f(Tensor x, SymInt[] k) -> Tensor", "--shape", "out=[k[0]]"], "but got k[0] of SymInt[]"),
         (["f(Tensor x, int[] k, Tensor k_count) -> Tensor"], "'k_count' would stand for two things"),
-        (["f(Tensor x, *, float s) -> Tensor"], "s is a keyword-only argument: write the schema without *"),
+        (["f(Tensor x, *, Tensor s) -> Tensor"], "expected s before the *, because autograd takes tensors only by"),
         (["f(Tensor x) -> (Tensor x)"], "names for the results that no argument has, but got x"),
         (["f(Tensor x, Tensor? m=None, float s) -> Tensor"], "expected a default for s, because m before it has one"),
         (["f(Tensor x, int k=1.5) -> Tensor"], "expected a default of int for k, but got 1.5"),
@@ -169,12 +170,18 @@ PLANTED = {
         *["--role", "x=[*, channels, time]", "weight=[channels, taps]", "bias=[channels]"],
     ],
     "planted_scale": [
-        *["planted_scale(Tensor x, Tensor? mask=None, float? scale=None) -> Tensor", "--grad", "x", "--save", "mask"],
+        *[
+            "planted_scale(Tensor x, Tensor? mask=None, *, float? scale=None) -> Tensor",
+            "--grad",
+            "x",
+            "--save",
+            "mask",
+        ],
     ],
-    "planted_lists": ["planted_lists(Tensor[] xs, Tensor[] ys, float alpha=1.0) -> Tensor[]"],
+    "planted_lists": ["planted_lists(Tensor[] xs, Tensor[] ys, *, float alpha=1.0) -> Tensor[]"],
     "planted_decay": ["planted_decay(Tensor(a!)[] ps, Tensor rate, Tensor(b!)[] ms) -> ()", "--dtype", "ms=float32"],
     "planted_count": [
-        *["planted_count(Tensor boxes, float least=0.5) -> Tensor", "--dtype", "out=int64", "--shape", "out=[?]"],
+        *["planted_count(Tensor boxes, *, float least) -> Tensor", "--dtype", "out=int64", "--shape", "out=[?]"],
         *["--work", "items=[1]", "--role", "boxes=[n, 4]"],
     ],
     "planted_tile": [

@@ -155,7 +155,7 @@ def forward_schema(operator: Operator) -> str:
     kind = "Tensor[]" if operator.schema.gives_lists else "Tensor"
     names = [f"{kind} {name}" for name in operator.results]
     results = "()" if not names else kind if len(names) == 1 else f"({', '.join(names)})"
-    return f"{operator.name}({', '.join(arguments)}) -> {results}"
+    return f"{operator.name}({operator.schema.listed(arguments)}) -> {results}"
 
 
 def lines(texts: Iterable[str], indent: str = "  ") -> str:

@@ -27,14 +27,18 @@ def _or_none(each: Argument | Operand) -> str:
 
 
 def _parameters(operator: Operator, defaults: bool = False) -> str:
-    return ", ".join(
+    return operator.schema.listed(
         f"{each.name}: {_annotation(each)}" + (f" = {each.value!r}" if defaults and each.default else "")
         for each in operator.schema.arguments
     )
 
 
-def _names(operator: Operator) -> str:
-    return ", ".join(each.name for each in operator.schema.arguments)
+def _names(operator: Operator, by_keyword: bool = True) -> str:
+    """Returns the arguments of a call as Python text."""
+    keywords = {each.name for each in operator.schema.keyword_only if by_keyword}
+    return ", ".join(
+        f"{each.name}={each.name}" if each.name in keywords else each.name for each in operator.schema.arguments
+    )
 
 
 def _results_type(count: int, are_lists: bool = False) -> str:
@@ -139,7 +143,8 @@ def functional(operator: Operator) -> str:
     text += f"def {name}({_parameters(operator, defaults=True)}) -> {results}:\n"
     quoted = '"""' + docstring(operator) + '"""'
     text += body(quoted.splitlines())
-    call = f"_ops.{name}({_names(operator)})" if operator.grads else f'call("{name}", {_names(operator)})'
+    call = f'call("{name}", {_names(operator)})'
+    call = f"_ops.{name}({_names(operator, by_keyword=False)})" if operator.grads else call
     count = len(operator.results)
     if count > 1 and not operator.grads:
         text += f"    results = {call}\n"
@@ -220,10 +225,13 @@ def _backward_fake(operator: Operator) -> str:
 
 
 def _setup_context(operator: Operator) -> str:
-    arguments = [each.name for each in operator.schema.arguments]
+    arguments = [each.name for each in operator.schema.positional]
+    keyword_only = [each.name for each in operator.schema.keyword_only]
     results = [*operator.results]
 
     def place(name: str) -> str:
+        if name in keyword_only:
+            return f'keyword_only_inputs["{name}"]'
         if name in arguments:
             return f"inputs[{arguments.index(name)}]"
         return "output" if len(results) == 1 else f"output[{results.index(name)}]"
@@ -240,7 +248,9 @@ def _setup_context(operator: Operator) -> str:
         texts.append(
             "ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the others"
         )
-    header = f"def {operator.name}_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:\n"
+    parameters = "ctx: Any, inputs: tuple[Any, ...], output: Any"
+    parameters += ", keyword_only_inputs: dict[str, Any]" if keyword_only else ""
+    header = f"def {operator.name}_setup_context({parameters}) -> None:\n"
     return header + body(texts) + "\n\n"
 
 
@@ -309,10 +319,12 @@ def stub(operator: Operator) -> str:
     if not operator.grads:
         return ""
     count = len(operator.results)
-    parameters = [
-        f"{each.name}: {_annotation(each)}{' = ...' if each.default is not None else ''}"
-        for each in operator.schema.arguments
-    ]
+    arguments = operator.schema.arguments
+    parameters = [f"{each.name}: {_annotation(each)}" for each in arguments]
+    for place in reversed(range(len(arguments))):  # by position, a default before an argument without one is none
+        if arguments[place].default is None:
+            break
+        parameters[place] += " = ..."
     text = f"def {operator.name}({', '.join(parameters)}, /) -> {_results_type(count)}: ...\n"
     kept = [f"{each.name}: Tensor{_or_none(each)}" for each in saved(operator)]
     parameters = [*(f"{each.name}: Tensor" for each in grads_out(operator)), *kept]
@@ -326,7 +338,7 @@ def documents(operator: Operator) -> tuple[str, str]:
     """Returns the operator's row and section of docs/ops.md, in the format of `make docs`."""
     name = operator.name
     parameters = (each.name + (f"={each.value!r}" if each.default else "") for each in operator.schema.arguments)
-    call = f"{name}({', '.join(parameters)})"
+    call = f"{name}({operator.schema.listed(parameters)})"
     order = f"in {' and '.join(f'`{each}`' for each in operator.grads)}, once" if operator.grads else "none"
     summary, *rest = docstring(operator).replace("``", "`").splitlines()
     lines = [f"## {name}", "", f"`{call}`", "", summary]

@@ -80,6 +80,8 @@ def _other(number: Argument, operator: Operator) -> str:
     A number that bounds the values of an index is 3. With 1, the index of the first sample could be out of bounds, and
     test_options.py uses that index with this number. A list of any length has one value more than in the first sample.
     """
+    if number.is_optional:
+        return "None"
     if number.is_list:
         values = ast.literal_eval(_first(number))
         others = [next(x for x in OTHERS[number.type] if x != repr(value)) for value in values]
@@ -200,7 +202,9 @@ def _sample(operator: Operator) -> list[str]:
         else:
             lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
         made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
-    return [*numbers, *lines, *indices, f"yield Sample({_tuple(made)})"]
+    positional = _tuple(made[: len(operator.schema.positional)])
+    keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.schema.keyword_only)
+    return [*numbers, *lines, *indices, f"yield Sample({positional}{f', {{{keywords}}}' if keywords else ''})"]
 
 
 def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
@@ -275,10 +279,11 @@ def _errors(operator: Operator) -> list[str]:
         "",
     ]
     dtypes = "float64, float32, bfloat16 or float16"
+    keywords = ", sample.kwargs" if operator.schema.keyword_only else ""
     for place, each in enumerate(operator.schema.arguments):
         operand = operator.operands.get(each.name)
         if operand is None:
-            lines += [f"yield {_one_too_many(place, each)}"] if each.is_list else []
+            lines += [f"yield {_one_too_many(place, each, keywords)}"] if each.is_list else []
             continue
         name, like = (f"{x.name}[0]" if x.is_list else x.name for x in (operand, first))
         if operand is first:
@@ -289,16 +294,20 @@ def _errors(operator: Operator) -> list[str]:
             wrong, message = "to(torch.int16)", f"{name} to be {operand.dtype}, but got int16"
         argument = f"[x.{wrong} for x in sample.args[{place}]]" if operand.is_list else f"sample.args[{place}].{wrong}"
         given = f"with_argument({place}, {argument})"
-        lines.append(f'yield ErrorSample({given}, f"{{op}} {message}")')
+        lines.append(f'yield ErrorSample({given}, f"{{op}} {message}"{keywords})')
     return lines
 
 
-def _one_too_many(place: int, numbers: Argument) -> str:
+def _one_too_many(place: int, numbers: Argument, keywords: str) -> str:
     """Returns the Python expression of an ErrorSample with more numbers than the list may have."""
     most = int(numbers.length or MOST)
-    values = _tuple([VALUES[numbers.type]])
+    values = f"{_tuple([VALUES[numbers.type]])} * {most + 1}"
     expected = f"{numbers.name} to have {'' if numbers.length else 'at most '}{most} value{'s' * (most != 1)}"
-    return f'ErrorSample(with_argument({place}, {values} * {most + 1}), f"{{op}} {expected}, but got {most + 1}")'
+    if numbers.keyword_only:
+        given, keywords = "sample.args", f'{keywords} | {{"{numbers.name}": {values}}}'
+    else:
+        given = f"with_argument({place}, {values})"
+    return f'ErrorSample({given}, f"{{op}} {expected}, but got {most + 1}"{keywords})'
 
 
 def test(operator: Operator) -> str:
@@ -310,12 +319,13 @@ def test(operator: Operator) -> str:
         '@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)\n'
     )
     text += "def test_dtypes(dtype: torch.dtype, device: str) -> None:\n"
+    keyword_only = operator.schema.keyword_only
     text += body(
         [
             '"""Each result has its dtype, for inputs of any."""',
             f"x = torch.ones({_rank(operator)}, device=device, dtype=dtype)",
             "sample = next(sample_inputs(x.new_ones, x.shape))",
-            f"results = extension_cpp.{operator.name}(*sample.args)",
+            f"results = extension_cpp.{operator.name}(*sample.args{', **sample.kwargs' * bool(keyword_only)})",
         ]
     )
     if not operator.results:
@@ -336,17 +346,22 @@ def _options(operator: Operator) -> list[Argument]:
 
 def _with_options(operator: Operator) -> str:
     """Returns the text of with_options(), a function of the spec that makes a call with given values of options."""
-    names = ", ".join(f'"{each.name}"' for each in operator.schema.arguments)
+    names = _quoted([each.name for each in operator.schema.positional])
+    keywords = operator.schema.keyword_only
     text = "def with_options(make, shape, chosen):\n"
     text += body(["sample = next(sample_inputs(make, shape))  # with every optional tensor"])
-    text += body([f"args = dict(zip(({names}), sample.args, strict=True))"])
+    text += body([f"args = dict(zip({names}, sample.args, strict=True)){' | sample.kwargs' * bool(keywords)}"])
     texts = []
     for each in _options(operator):
         if each.is_tensor:
             texts.append(f'"{each.name}": args["{each.name}"] if "{each.name}" in chosen else None')
         else:
             texts.append(f'"{each.name}": chosen.get("{each.name}", args["{each.name}"])')
-    return text + body([f"args |= {{{', '.join(texts)}}}", "return Sample(tuple(args.values()))"])
+    text += body([f"args |= {{{', '.join(texts)}}}"])
+    popped = ", ".join(f'"{each.name}": args.pop("{each.name}")' for each in keywords)
+    named = ", keywords" if keywords else ""
+    text += body([f"keywords = {{{popped}}}"] if keywords else [])
+    return text + body([f"return Sample(tuple(args.values()){named})"])
 
 
 def _dtypes_of_results(operator: Operator) -> str:

@@ -156,6 +156,7 @@ RESERVED = {
     "inputs",
     "items",
     "j",
+    "keyword_only_inputs",
     "make",
     "match",
     "number",
@@ -238,10 +239,8 @@ def _pattern(role: str, name: str) -> str:
 
 def _check_supported(schema: Schema) -> None:
     for each in schema.arguments:
-        if each.keyword_only:
-            raise CannotMake(
-                f"{each.name} is a keyword-only argument: write the schema without *, as Python names it, too"
-            )
+        if each.keyword_only and each.is_tensor:
+            raise CannotMake(f"expected {each.name} before the *, because autograd takes tensors only by position")
         if each.is_list and each.is_tensor and each.is_optional:
             raise CannotMake(f"{each.name} is {each.kind}: of lists of tensors `new --schema` writes Tensor[] alone")
         if each.is_list and not 0 < int(each.length or MOST) <= MOST:

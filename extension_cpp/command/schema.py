@@ -5,6 +5,7 @@ topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,21 @@ class Schema:
     def numbers(self) -> list[Argument]:
         """Returns the arguments that are numbers or lists of numbers."""
         return [each for each in self.arguments if not each.is_tensor]
+
+    @property
+    def keyword_only(self) -> list[Argument]:
+        return [each for each in self.arguments if each.keyword_only]
+
+    @property
+    def positional(self) -> list[Argument]:
+        return [each for each in self.arguments if not each.keyword_only]
+
+    def listed(self, texts: Iterable[str]) -> str:
+        """Joins texts, one for each argument, with a "*" before the first keyword-only one, as in schema and Python."""
+        found = [*texts]
+        if self.keyword_only:
+            found.insert(len(self.positional), "*")
+        return ", ".join(found)
 
     @property
     def number_lists(self) -> list[Argument]:
