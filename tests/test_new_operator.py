@@ -125,9 +125,14 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),
         (["f(Tensor x) -> Tensor", "--kind", "rows"], "expected --schema or --kind, but got both"),
         (["g(Tensor x) -> Tensor"], "expected the schema of f, but got one of g"),
+        (["f.mode(Tensor x) -> Tensor"], "f.mode is an overload, of which `new --schema` writes .out alone: make f"),
+        (["f.out(Tensor x, Tensor(a!) out) -> ()"], "expected f.out(..., *, Tensor(a!) out) -> ()"),
+        (["f.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"], "expected -> () of an operator that writes, because"),
+        (["f.out(Tensor x, Tensor out, *, Tensor(a!) y) -> ()"], "expected another name than out, which Python gives"),
+        (["f.out(Tensor[] x, *, Tensor(a!) y) -> ()"], "the overload .out of an operator without lists of tensors"),
         (
-            ["f.out(Tensor x, *, Tensor(a!) out) -> ()"],
-            "f.out is an overload, which `new --schema` does not write: make f",
+            ["f.out(Tensor x, *, Tensor(a!) y) -> ()", "--shape", "y=[?]", "--work", "items=[1]"],
+            "expected no overload .out with a size of ?, because the caller could not allocate it",
         ),
     ],
 )
@@ -170,13 +175,8 @@ PLANTED = {
         *["--role", "x=[*, channels, time]", "weight=[channels, taps]", "bias=[channels]"],
     ],
     "planted_scale": [
-        *[
-            "planted_scale(Tensor x, Tensor? mask=None, *, float? scale=None) -> Tensor",
-            "--grad",
-            "x",
-            "--save",
-            "mask",
-        ],
+        "planted_scale.out(Tensor x, Tensor? mask=None, *, float? scale=None, Tensor(a!) out) -> ()",
+        *["--grad", "x", "--save", "mask"],
     ],
     "planted_lists": ["planted_lists(Tensor[] xs, Tensor[] ys, *, float alpha=1.0) -> Tensor[]"],
     "planted_decay": ["planted_decay(Tensor(a!)[] ps, Tensor rate, Tensor(b!)[] ms) -> ()", "--dtype", "ms=float32"],
@@ -189,7 +189,7 @@ PLANTED = {
         *["--shape", "out=[*copies, *x]", "--grad", "x", "--save", ""],
     ],
     "planted_round": [
-        *["planted_round(Tensor x) -> (Tensor q, Tensor scale)", "--dtype", "q=int8", "scale=float32"],
+        *["planted_round.out(Tensor x, *, Tensor(a!) q, Tensor(b!) scale) -> ()", "--dtype", "q=int8", "scale=float32"],
         *["--role", "x=[*, n]", "--shape", "scale=[*x[:-1]]", "--work", "rows"],
     ],
     # sizes without *, and a tensor like one that is not the first
@@ -411,6 +411,18 @@ def test_files_say_that_nothing_checks_an_index_on_a_gpu() -> None:
     for text in (generate.header(operator), generate.cuda(operator), *generate_python.documents(operator)[1:]):
         assert "the values of index" in text and "GPU" in text
     assert "values of" not in generate.cuda(operator_of(*PLANTED["planted_topk"]))
+
+
+def test_an_overload_out_writes_its_operator_too() -> None:
+    operator = operator_of("f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()", "--grad", "x", "--save", "y")
+    assert generate.schemas_of(operator) == [
+        "f(Tensor x, *, int k) -> (Tensor y, Tensor z)",
+        "f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()",
+        "f_backward(Tensor grad_y, Tensor grad_z, Tensor y, SymInt[] x_sizes, int k) -> Tensor",
+    ]
+    assert "def f(x: Tensor, *, k: int, out: tuple[Tensor, Tensor] | None = None)" in generate_python.functional(
+        operator
+    )
 
 
 def test_nothing_may_be_saved() -> None:

@@ -103,7 +103,8 @@ def backward_inputs(operator: Operator) -> list[Operand]:
 
 def _saved_result(name: str, operator: Operator) -> Operand:
     like = operator.results[name].shape
-    return replace(operator.results[name], shape=f"like {like}" if like in operator.saved else "")
+    shape = f"like {like}" if like in operator.saved else ""
+    return replace(operator.results[name], shape=shape, is_written=False)
 
 
 def grads_out(operator: Operator) -> list[Operand]:
@@ -156,6 +157,20 @@ def forward_schema(operator: Operator) -> str:
     names = [f"{kind} {name}" for name in operator.results]
     results = "()" if not names else kind if len(names) == 1 else f"({', '.join(names)})"
     return f"{operator.name}({operator.schema.listed(arguments)}) -> {results}"
+
+
+def out_schema(operator: Operator) -> str:
+    """Returns the schema of the overload .out."""
+    numbers = ["*"] * (not operator.schema.keyword_only)
+    outs = [f"Tensor({letter}!) {name}" for letter, name in zip("abcdefghijklmnop", operator.results, strict=False)]
+    arguments = operator.schema.listed(each.text for each in operator.schema.arguments)
+    return f"{operator.name}.out({', '.join([arguments, *numbers, *outs])}) -> ()"
+
+
+def schemas_of(operator: Operator) -> list[str]:
+    """Returns the schemas of an operator, of its overload .out and of its backward, in the order of `make docs`."""
+    found = [forward_schema(operator), *([out_schema(operator)] if operator.schema.has_out else [])]
+    return [*found, *([backward_schema(operator)] if operator.grads else [])]
 
 
 def lines(texts: Iterable[str], indent: str = "  ") -> str:

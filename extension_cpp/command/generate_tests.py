@@ -295,6 +295,28 @@ def _errors(operator: Operator) -> list[str]:
         argument = f"[x.{wrong} for x in sample.args[{place}]]" if operand.is_list else f"sample.args[{place}].{wrong}"
         given = f"with_argument({place}, {argument})"
         lines.append(f'yield ErrorSample({given}, f"{{op}} {message}"{keywords})')
+    return lines + (_errors_of_out(operator) if operator.schema.has_out else [])
+
+
+def _errors_of_out(operator: Operator) -> list[str]:
+    """Returns the statements that yield ErrorSamples with outputs of another dtype or shape."""
+    call = f"extension_cpp.{operator.name}(*sample.args, **sample.kwargs)"
+    lines = [f"out = {call if len(operator.results) > 1 else f'({call},)'}"]
+    for place, each in enumerate(operator.results.values()):
+        wrong, expected = (
+            ("double()", "float32 like " + operator.first) if each.dtype == "same" else ("cfloat()", each.dtype)
+        )
+        got = "float64" if each.dtype == "same" else "complex64"
+        for made, message in (
+            (f"out[{place}].{wrong}", f'f"{{op}} {each.name} to be {expected}, but got {got}"'),
+            (
+                f"out[{place}][None]",
+                f'f"{{op}} {each.name} of shape {{[*out[{place}].shape]}} like the result, but got '
+                f'{{[1, *out[{place}].shape]}}"',
+            ),
+        ):
+            outs = f"(*out[:{place}], {made}, *out[{place + 1} :])" if len(operator.results) > 1 else made
+            lines.append(f'yield ErrorSample(sample.args, {message}, {{**sample.kwargs, "out": {outs}}})')
     return lines
 
 
@@ -314,6 +336,7 @@ def test(operator: Operator) -> str:
     """Returns the test file. Its test checks that the results of a call have the dtypes in `operator`."""
     text = f'"""Tests properties that only {operator.name} has. tests/battery tests what every op must have."""\n\n'
     text += "import pytest\nimport torch\n\nimport extension_cpp\n"
+    text += "from tests.checks import as_tuple, with_layout\n" if operator.schema.has_out else ""
     text += f"from tests.specs.{operator.name} import sample_inputs\n\n\n"
     text += (
         '@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)\n'
@@ -328,15 +351,47 @@ def test(operator: Operator) -> str:
             f"results = extension_cpp.{operator.name}(*sample.args{', **sample.kwargs' * bool(keyword_only)})",
         ]
     )
+    return text + _assertion(operator) + (_test_of_out(operator) if operator.schema.has_out else "")
+
+
+def _test_of_out(operator: Operator) -> str:
+    """Returns the test of the argument `out`, which may also be the first argument if a result is like that one."""
+    results, call = [*operator.results.values()], f"extension_cpp.{operator.name}(*sample.args, **sample.kwargs"
+    out = "tuple(outs)" if len(results) > 1 else "outs[0]"
+    lines = [
+        '"""A call with `out` writes into tensors of any strides, counts their versions, and returns them."""',
+        f"x = torch.rand({_rank(operator)}, device=device)",
+        "sample = next(sample_inputs(lambda shape: torch.rand(shape, device=device), x.shape))",
+        f"expected = as_tuple({call}))",
+        "outs = [with_layout(torch.ones_like(y), layout) for y in expected]",
+        "strides, versions = [y.stride() for y in outs], [y._version for y in outs]",
+        f"out = {out}",
+        f"assert {call}, out=out) is out",
+        "assert all(map(torch.equal, outs, expected)) and [y.stride() for y in outs] == strides",
+        "assert all(y._version > version for y, version in zip(outs, versions, strict=True))",
+        f"keywords = sample.kwargs | dict(zip({_quoted([*operator.results])}, outs, strict=True))",
+        f"torch.library.opcheck(torch.ops.extension_cpp.{operator.name}.out, sample.args, keywords)",
+    ]
+    for place, each in enumerate(results):
+        if each.shape == operator.first and each.dtype == "same":
+            lines += [f"outs[{place}] = sample.args[0]", f"{call}, out={out})"]
+            lines.append("assert all(map(torch.equal, outs, expected))")
+            break
+    text = '\n\n@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])\n'
+    return text + "def test_out(layout: str, device: str) -> None:\n" + body(lines)
+
+
+def _assertion(operator: Operator) -> str:
+    """Returns the last line of the test of dtypes."""
     if not operator.results:
-        return text + body(["assert results is None"])
+        return body(["assert results is None"])
     if operator.schema.gives_lists:
         many = f"({'results,' if len(operator.results) == 1 else '*results,'})"
         expected = f"[{', '.join(f'[{each}] * 2' for each in _dtypes_of_results(operator)[1:-1].split(', '))}]"
-        return text + body([f"assert [[x.dtype for x in each] for each in {many}] == {expected}"])
+        return body([f"assert [[x.dtype for x in each] for each in {many}] == {expected}"])
     if len(operator.results) == 1:
-        return text + body([f"assert results.dtype == {_dtypes_of_results(operator)[1:-1]}"])
-    return text + body([f"assert [x.dtype for x in results] == {_dtypes_of_results(operator)}"])
+        return body([f"assert results.dtype == {_dtypes_of_results(operator)[1:-1]}"])
+    return body([f"assert [x.dtype for x in results] == {_dtypes_of_results(operator)}"])
 
 
 def _options(operator: Operator) -> list[Argument]:

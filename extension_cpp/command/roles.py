@@ -130,7 +130,10 @@ def describe(
     if work == "rows" and not operands[names[0]].shape:
         operands[names[0]].shape = "[*, n]"
     given = pairs(shapes, "--shape", list(schema.results))
-    results = {name: Operand(name, dtype.get(name, "same"), given.get(name, names[0])) for name in schema.results}
+    results = {
+        name: Operand(name, dtype.get(name, "same"), given.get(name, names[0]), is_written=schema.has_out)
+        for name in schema.results
+    }
     operator = Operator(schema, operands, results, list(grads or []), list(saved if saved is not None else names), work)
     _check_names(operator)
     _check_roles_of_lists(operator)
@@ -245,7 +248,11 @@ def _check_supported(schema: Schema) -> None:
             raise CannotMake(f"{each.name} is {each.kind}: of lists of tensors `new --schema` writes Tensor[] alone")
         if each.is_list and not 0 < int(each.length or MOST) <= MOST:
             raise CannotMake(f"expected {each.name} to have at most {MOST} values, but got {each.kind}")
+    if schema.has_out and (schema.has_lists or any(each.is_written for each in schema.tensors)):
+        raise CannotMake("expected the overload .out of an operator without lists of tensors that writes no argument")
     _check_lists(schema)
+    if schema.has_out and schema.argument("out"):
+        raise CannotMake("expected another name than out, which Python gives to the tensors of the overload .out")
     if not schema.tensors or schema.tensors[0].is_optional:
         raise CannotMake("expected a first tensor that is not optional")
     if any(each.is_written for each in schema.tensors) == bool(schema.results):
@@ -410,6 +417,8 @@ def _check_unknown_size(operator: Operator) -> None:
         raise CannotMake(
             "expected --work items=... with a size of ?, because the results cannot tell how much there is"
         )
+    if operator.schema.has_out:
+        raise CannotMake("expected no overload .out with a size of ?, because the caller could not allocate it")
     if operator.grads:
         raise CannotMake("expected no --grad with a size of ?: backward could not check the shape of its gradient")
 

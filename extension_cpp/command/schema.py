@@ -68,6 +68,7 @@ class Schema:
     arguments: tuple[Argument, ...]
     results: tuple[str, ...]  # the names of the results; a single result without a name is "out"
     gives_lists: bool = False  # each result is a list of tensors
+    has_out: bool = False  # there is also an overload .out, which writes the results into given tensors
 
     @property
     def has_lists(self) -> bool:
@@ -155,9 +156,10 @@ def parse(text: str) -> Schema:
     """
     reader = _Reader(text)
     name = reader.name("the operator's name")
-    if reader.accept("."):
+    overload = reader.name("the overload's name") if reader.accept(".") else ""
+    if overload not in ("", "out"):
         raise CannotMake(
-            f"{name}.{reader.peek()} is an overload, which `new --schema` does not write: make {name}, and add the "
+            f"{name}.{overload} is an overload, of which `new --schema` writes .out alone: make {name}, and add the "
             "overload's DEF, impl and register by hand"
         )
     reader.expect("(")
@@ -175,7 +177,20 @@ def parse(text: str) -> Schema:
     if reader.peek():
         raise reader.fail("the end of the schema")
     _check_defaults(arguments)
-    return Schema(name, tuple(arguments), results, gives_lists)
+    schema = Schema(name, tuple(arguments), results, gives_lists)
+    return _with_out(schema) if overload else schema
+
+
+def _with_out(overload: Schema) -> Schema:
+    """Returns the schema of an operator, given that of its overload .out, which has the results as arguments."""
+    outs = [each for each in overload.arguments if each.is_written]
+    fits = all(each.keyword_only and each.kind == "Tensor(!)" for each in outs)
+    if not outs or not fits or overload.results:
+        raise CannotMake(
+            f"expected {overload.name}.out(..., *, Tensor(a!) out) -> (), with more such tensors if need be"
+        )
+    others = tuple(each for each in overload.arguments if each not in outs)
+    return Schema(overload.name, others, tuple(each.name for each in outs), has_out=True)
 
 
 def _check_defaults(arguments: list[Argument]) -> None:
@@ -239,7 +254,7 @@ def _value(reader: _Reader) -> str:
 def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
     """Returns the names of the results, and whether each result is a list of tensors."""
     if not reader.accept("("):
-        reader.expect("Tensor")
+        _expect_tensor(reader)
         is_list = reader.accept("[]")
         return (reader.take() if reader.peek() else "out",), is_list
     names: list[str] = []
@@ -247,9 +262,18 @@ def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
     while not reader.accept(")"):
         if names:
             reader.expect(",")
-        reader.expect("Tensor")
+        _expect_tensor(reader)
         are_lists.add(reader.accept("[]"))
         names.append(reader.name("the result's name"))
     if len(are_lists) > 1:
         raise CannotMake("expected results that are all tensors or all lists of tensors")
     return tuple(names), True in are_lists
+
+
+def _expect_tensor(reader: _Reader) -> None:
+    reader.expect("Tensor")
+    if re.fullmatch(r"\(\w+!\)", reader.peek()):
+        raise CannotMake(
+            "expected -> () of an operator that writes, because torch.compile in PyTorch 2.10 takes none that returns "
+            "an argument; the Python function of an overload .out returns it"
+        )
