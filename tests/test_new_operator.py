@@ -31,7 +31,7 @@ SCHEMAS = [
     "f_(Tensor x, SymInt k) -> Tensor",
     "f(Tensor[] xs, Tensor[] ys, float? s=None) -> Tensor[]",
     "f(Tensor x, float p=0.5, *, int k, bool flag=False) -> Tensor",
-    "f(Tensor x, int[] dims, SymInt[2] size=3, float[]? by=None, bool[2] flags=[True, False]) -> Tensor",
+    "f(Tensor x, int[] dims, SymInt[2] size=[3, 4], float[]? by=None, bool[2] flags=[True, False]) -> Tensor",
 ]
 
 

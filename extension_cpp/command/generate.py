@@ -161,10 +161,9 @@ def forward_schema(operator: Operator) -> str:
 
 def out_schema(operator: Operator) -> str:
     """Returns the schema of the overload .out."""
-    numbers = ["*"] * (not operator.schema.keyword_only)
     outs = [f"Tensor({letter}!) {name}" for letter, name in zip("abcdefghijklmnop", operator.results, strict=False)]
-    arguments = operator.schema.listed(each.text for each in operator.schema.arguments)
-    return f"{operator.name}.out({', '.join([arguments, *numbers, *outs])}) -> ()"
+    arguments = operator.schema.listed((each.text for each in operator.schema.arguments), *outs)
+    return f"{operator.name}.out({arguments}) -> ()"
 
 
 def schemas_of(operator: Operator) -> list[str]:

@@ -25,19 +25,12 @@ def _or_none(each: Argument | Operand) -> str:
     return " | None" if each.is_optional else ""
 
 
-def _parameters(operator: Operator, defaults: bool = False, of_out: str = "") -> str:
-    """Returns the parameters of a function. `of_out` are those of the overload .out."""
-    text = operator.schema.listed(
+def _parameters(operator: Operator, *outs: str, defaults: bool = False) -> str:
+    parameters = (
         f"{each.name}: {_annotation(each)}" + (f" = {each.value!r}" if defaults and each.default else "")
         for each in operator.schema.arguments
     )
-    return text + _behind_star(operator, of_out)
-
-
-def _behind_star(operator: Operator, of_out: str) -> str:
-    if not operator.schema.has_out or not of_out:
-        return ""
-    return f", {of_out}" if operator.schema.keyword_only else f", *, {of_out}"
+    return operator.schema.listed(parameters, *outs)
 
 
 def _names(operator: Operator, by_keyword: bool = True) -> str:
@@ -152,8 +145,8 @@ def functional(operator: Operator) -> str:
     text += "from ..registration.calls import call\n" if not operator.grads or operator.schema.has_out else ""
     text += f"from ..registration.match import {', '.join([*imported, 'Match'])}\n\n\n"
     results = _results_type(len(operator.results), operator.schema.gives_lists)
-    of_out = f"out: {results} | None = None"
-    text += f"def {name}({_parameters(operator, defaults=True, of_out=of_out)}) -> {results}:\n"
+    outs = [f"out: {results} | None = None"] if operator.schema.has_out else []
+    text += f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
     quoted = '"""' + docstring(operator) + '"""'
     text += body(quoted.splitlines())
     call = f'call("{name}", {_names(operator)})'
@@ -201,10 +194,9 @@ def _fake(operator: Operator) -> str:
 def _out_fake(operator: Operator) -> str:
     """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
     outs, first = [*operator.results.values()], operator.operands[operator.first]
-    parameters = _parameters(operator, of_out=", ".join(f"{each.name}: Tensor" for each in outs))
+    parameters = _parameters(operator, *(f"{each.name}: Tensor" for each in outs))
     text = f"def {operator.name}_out_fake({parameters}) -> None:\n"
-    fake = f"{operator.name}_fake({_names(operator)})"
-    text += body([f"{'results' if len(outs) > 1 else 'result'} = {fake}"])
+    text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
     text += body(_matches(operator.name, [first])).replace(f', "{first.shape}")', ")")
     for place, each in enumerate(outs):
         made = f"results[{place}]" if len(outs) > 1 else "result"
@@ -383,7 +375,7 @@ def documents(operator: Operator) -> tuple[str, str]:
     """Returns the operator's row and section of docs/ops.md, in the format of `make docs`."""
     name = operator.name
     parameters = (each.name + (f"={each.value!r}" if each.default else "") for each in operator.schema.arguments)
-    call = f"{name}({operator.schema.listed(parameters)}{_behind_star(operator, 'out=None')})"
+    call = f"{name}({operator.schema.listed(parameters, *['out=None'] * operator.schema.has_out)})"
     order = f"in {' and '.join(f'`{each}`' for each in operator.grads)}, once" if operator.grads else "none"
     summary, *rest = docstring(operator).replace("``", "`").splitlines()
     lines = [f"## {name}", "", f"`{call}`", "", summary]

@@ -19,6 +19,7 @@ def spec(operator: Operator) -> str:
     name, first = operator.name, operator.operands[operator.first]
     options = _options(operator) if len(_options(operator)) > 1 else []
     imported = f"Bench, ErrorSample, OpSpec, {'Options, ' if options else ''}Sample"
+    imported += ", as_tuple" * operator.schema.has_out
     imported += ", indices_below" if any(each.below for each in operator.operands.values()) else ""
     text = f"import torch\n\nimport extension_cpp\nfrom tests.opspec import {imported}\n\n\n"
     text += "def sample_inputs(make, shape):\n" + body(_sizes(first, _words(operator)))
@@ -300,23 +301,16 @@ def _errors(operator: Operator) -> list[str]:
 
 def _errors_of_out(operator: Operator) -> list[str]:
     """Returns the statements that yield ErrorSamples with outputs of another dtype or shape."""
-    call = f"extension_cpp.{operator.name}(*sample.args, **sample.kwargs)"
-    lines = [f"out = {call if len(operator.results) > 1 else f'({call},)'}"]
+    lines = [f"outs = as_tuple(extension_cpp.{operator.name}(*sample.args, **sample.kwargs))"]
     for place, each in enumerate(operator.results.values()):
-        wrong, expected = (
-            ("double()", "float32 like " + operator.first) if each.dtype == "same" else ("cfloat()", each.dtype)
-        )
-        got = "float64" if each.dtype == "same" else "complex64"
-        for made, message in (
-            (f"out[{place}].{wrong}", f'f"{{op}} {each.name} to be {expected}, but got {got}"'),
-            (
-                f"out[{place}][None]",
-                f'f"{{op}} {each.name} of shape {{[*out[{place}].shape]}} like the result, but got '
-                f'{{[1, *out[{place}].shape]}}"',
-            ),
-        ):
-            outs = f"(*out[:{place}], {made}, *out[{place + 1} :])" if len(operator.results) > 1 else made
-            lines.append(f'yield ErrorSample(sample.args, {message}, {{**sample.kwargs, "out": {outs}}})')
+        out = f"outs[{place}]"
+        dtypes = f"float32 like {operator.first}, but got float64", f"{each.dtype}, but got complex64"
+        shape = f"of shape {{[*{out}.shape]}} like the result, but got {{[1, *{out}.shape]}}"
+        of_dtype = ("double()", dtypes[0]) if each.dtype == "same" else ("cfloat()", dtypes[1])
+        for wrong, message in ((f"{out}.{of_dtype[0]}", f"to be {of_dtype[1]}"), (f"{out}[None]", shape)):
+            given = f"(*outs[:{place}], {wrong}, *outs[{place + 1} :])" if len(operator.results) > 1 else wrong
+            keywords = f'sample.kwargs | {{"out": {given}}}'
+            lines.append(f'yield ErrorSample(sample.args, f"{{op}} {each.name} {message}", {keywords})')
     return lines
 
 

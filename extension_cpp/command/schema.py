@@ -51,7 +51,10 @@ class Argument:
     @property
     def text(self) -> str:
         """Returns the argument as in a schema: its type as in `kind`, its name and its default."""
-        return f"{self.kind} {self.name}" + ("" if self.default is None else f"={self.default}")
+        default = (
+            str([*self.value]) if self.is_list and self.value is not None else self.default
+        )  # as PyTorch prints it
+        return f"{self.kind} {self.name}" + ("" if default is None else f"={default}")
 
     @property
     def value(self) -> Any:
@@ -92,12 +95,12 @@ class Schema:
     def positional(self) -> list[Argument]:
         return [each for each in self.arguments if not each.keyword_only]
 
-    def listed(self, texts: Iterable[str]) -> str:
-        """Joins texts, one for each argument, with a "*" before the first keyword-only one, as in schema and Python."""
+    def listed(self, texts: Iterable[str], *outs: str) -> str:
+        """Joins texts, one for each argument, and those of outputs. A "*" stands before the keyword-only ones."""
         found = [*texts]
-        if self.keyword_only:
+        if self.keyword_only or outs:
             found.insert(len(self.positional), "*")
-        return ", ".join(found)
+        return ", ".join([*found, *outs])
 
     @property
     def number_lists(self) -> list[Argument]:
@@ -203,12 +206,10 @@ def _check_defaults(arguments: list[Argument]) -> None:
                 raise CannotMake(f"expected a default for {each.name}, because {before} before it has one")
             continue
         before = each.name
-        if each.value is None:
-            fits = each.is_optional
-        else:
-            fits = all(type(x) in kinds.get(each.type, ()) for x in (each.value if each.is_list else [each.value]))
+        values = each.value if each.is_list else [each.value]
+        fits = each.is_optional if each.value is None else all(type(x) in kinds.get(each.type, ()) for x in values)
         if each.is_list and each.value is not None:
-            fits &= len(each.value) == int(each.length) if each.length else each.default.startswith("[")
+            fits &= len(values) == int(each.length) if each.length else each.default[0] == "["
         if not fits:
             raise CannotMake(f"expected a default of {each.kind.rstrip('?')} for {each.name}, but got {each.default}")
 
