@@ -336,13 +336,13 @@ def test(operator: Operator) -> str:
         '@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)\n'
     )
     text += "def test_dtypes(dtype: torch.dtype, device: str) -> None:\n"
-    keyword_only = operator.schema.keyword_only
+    keywords = ", **sample.kwargs" if operator.schema.keyword_only else ""
     text += body(
         [
             '"""Each result has its dtype, for inputs of any."""',
             f"x = torch.ones({_rank(operator)}, device=device, dtype=dtype)",
             "sample = next(sample_inputs(x.new_ones, x.shape))",
-            f"results = extension_cpp.{operator.name}(*sample.args{', **sample.kwargs' * bool(keyword_only)})",
+            f"results = extension_cpp.{operator.name}(*sample.args{keywords})",
         ]
     )
     return text + _assertion(operator) + (_test_of_out(operator) if operator.schema.has_out else "")
