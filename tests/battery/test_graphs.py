@@ -158,9 +158,9 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
         args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
         for op in with_overloads(called):
-            reals = as_tuple(op(*args, **kwargs))
+            reals = tree_leaves(as_tuple(op(*args, **kwargs)))  # a result may be a list
             with mode:
-                promises = as_tuple(op(*fakes, **kwargs))
+                promises = tree_leaves(as_tuple(op(*fakes, **kwargs)))
             for real, fake in zip(reals, promises, strict=True):
                 for part in ("shape", "dtype", "device"):
                     promised, given = getattr(fake, part), getattr(real, part)

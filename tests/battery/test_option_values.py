@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from extension_cpp.registration.calls import by_position
 from tests.battery import calls_of_every_order, every_dtype, every_op, fake_mode, with_overloads
@@ -20,7 +20,8 @@ VALUES = [*LIMITS, 1e5, 1e-40, 1e-310, 0.0, 1.0, -0.5, math.inf, math.nan]
 def outcome(op: Any, args: tuple[Any, ...]) -> Any:
     """Calls the operator. Returns the shapes, dtypes and strides of its results, or the message of a RuntimeError."""
     try:
-        return [(tuple(x.shape), x.dtype, x.stride()) for x in as_tuple(by_position(op)(*args))]
+        results = tree_leaves(as_tuple(by_position(op)(*args)))
+        return [(tuple(x.shape), x.dtype, x.stride()) for x in results]
     except RuntimeError as error:
         return str(error)
 
