@@ -50,10 +50,10 @@ def formulas() -> dict[str, dict[str, Any]]:
     return found
 
 
-def by_position(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
+def in_order(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
     """Converts a backward of this package, which returns a dictionary, to one for torch.library.register_autograd,
     which returns the gradients in the order of the arguments."""
-    names = [argument.name for argument in operator._schema.arguments]
+    names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
     return lambda ctx, *grads: tuple(map(backward(ctx, *grads).get, names))
 
 
@@ -68,8 +68,10 @@ def registered_plainly(op: str) -> Iterator[None]:
     operator, no_grad = (calls.overload_of(autograd.qualified(op + end)) for end in ("", calls.NO_GRAD))
     count, results = len(no_grad._schema.returns), len(operator._schema.returns)
 
+    call_operator = calls.by_position(operator)
+
     def call(*args: Any) -> Any:
-        found = operator(*args)
+        found = call_operator(*args)
         return found if count == results else found[0] if count == 1 else found[:count]
 
     library = torch.library.Library(calls.NAMESPACE, "FRAGMENT")
@@ -78,7 +80,7 @@ def registered_plainly(op: str) -> Iterator[None]:
             full = autograd.qualified(name)
             del autograd.registrations[full]  # PyTorch allows only one registration at a time
             del calls.DIRECT[full]
-            backward = by_position(calls.overload_of(full), formulas()[name]["backward"])
+            backward = in_order(calls.overload_of(full), formulas()[name]["backward"])
             setup_context = formulas()[name]["setup_context"]
             torch.library.register_autograd(full, backward, setup_context=setup_context, lib=library)
         with mock.patch.object(_ops, op, call):

@@ -131,10 +131,11 @@ def documents() -> dict[Path, str]:
 def typed(name: str, schema: torch.FunctionSchema) -> str:
     """Returns the text of a function in _ops.pyi, with the types of a schema, formatted as ruff does."""
     parameters = []
-    for argument in schema.arguments:
+    required = max((i for i, x in enumerate(schema.arguments) if not x.has_default_value()), default=-1)
+    for place, argument in enumerate(schema.arguments):  # all by position, the keyword-only ones, too
         optional = re.fullmatch(r"Optional\[(.*)\]", str(argument.type))
         kind = (optional[1] if optional else str(argument.type)).replace("List", "Sequence")
-        default = " = ..." if argument.has_default_value() else ""
+        default = " = ..." if place > required else ""
         parameters.append(f"{argument.name}: {kind}{' | None' if optional else ''}{default}")
     parameters.append("/")
     results = ", ".join(str(result.type).replace("List", "list") for result in schema.returns)

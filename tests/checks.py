@@ -31,7 +31,8 @@ LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels
 
 @dataclass(frozen=True)
 class Strides:
-    """A memory layout of up to len(order) dimensions, in any order, with gaps, an offset and expanded dimensions."""
+    """A memory layout with len(order) dimensions in any order, with gaps, an offset and expanded dimensions. Further
+    dimensions are inside these, and dense."""
 
     order: tuple[int, ...]  # the dimensions in memory, the outermost first
     steps: tuple[int, ...]  # for each dimension, its stride divided by the extent of the dimensions inside it
@@ -41,8 +42,9 @@ class Strides:
     def of(self, x: Tensor) -> Tensor:
         """Returns a copy of x in this layout. Along an expanded dimension, the values of x at index 0 are repeated."""
         strides, size = [0] * x.dim(), 1
-        for d in (d for d in reversed(self.order) if d < x.dim()):
-            strides[d] = size * self.steps[d]
+        order = (*self.order, *range(len(self.order), x.dim()))
+        for d in (d for d in reversed(order) if d < x.dim()):
+            strides[d] = size * (self.steps[d] if d < len(self.steps) else 1)
             size = strides[d] * max(1 if d in self.expanded else x.shape[d], 1)
         values = x[tuple(slice(1) if d in self.expanded else slice(None) for d in range(x.dim()))]
         memory = x.new_full((self.offset + size,), 7.0)

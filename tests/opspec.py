@@ -266,7 +266,8 @@ class OpSpec:
             self._change_samples(without_gradients)
 
     def _take_lists_apart(self) -> None:
-        is_list = [name in self.lists for name in self.names]
+        parameters = inspect.signature(self.function).parameters
+        is_list = [name in self.lists for name, x in parameters.items() if x.kind is not x.KEYWORD_ONLY]
         names = ([f"{name}[{i}]" for i in range(2)] if name in self.lists else [name] for name in self.names)
         written = ([f"{name}[{i}]" for i in range(2)] if name in self.lists else [name] for name in self.mutates)
         self._set(

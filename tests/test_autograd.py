@@ -13,6 +13,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
 from extension_cpp import _ops
-from extension_cpp.registration.autograd import _AFTER_AUTOGRAD, Gradients, register_autograd
+from extension_cpp.registration.autograd import _AFTER_AUTOGRAD, Gradients, register_autograd, register_fake
 from extension_cpp.registration.calls import operators, overloads_of, without_suffix
 from tests.forked import python
 
@@ -117,6 +118,48 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(device) -> None:
         torch.ops.autograd_test.scaled(x)
     torch.ops.autograd_test.scaled(x.detach())
     assert not given
+
+
+def _times(x: Tensor, *, by: float, more: float) -> Tensor:
+    return x * by + more
+
+
+def _times_setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any]
+) -> None:
+    ctx.by = keyword_only_inputs["by"]
+    given.update(inputs=inputs, keyword_only_inputs=keyword_only_inputs, needs=ctx.needs_input_grad)
+
+
+for suffix in ("", "_no_grad"):
+    library.define(f"times{suffix}(Tensor x, *, float by, float more=1.0) -> Tensor")
+    library.impl(f"times{suffix}", lambda x, by, more=1.0: _times(x, by=by, more=more), "CPU")
+register_fake("autograd_test::times")(_times)
+register_autograd(
+    "autograd_test::times",
+    lambda ctx, grad: {"x": grad * ctx.by},
+    setup_context=_times_setup_context,
+    plain=_times,
+)
+
+
+@pytest.mark.parametrize("more", [(), (0.5,)])
+def test_keyword_only_arguments(more: tuple[float, ...]) -> None:
+    """A function of `operators` takes them by position, also where it applies the autograd.Function itself. The fake
+    and the plain form get their defaults."""
+    times, x = operators("autograd_test").times, torch.ones(3, requires_grad=True)
+    expected = torch.full((3,), 3.0 + sum(more or (1.0,)))
+    given.clear()
+    out = times(x, 3.0, *more)
+    assert torch.equal(out, expected) and torch.autograd.grad(out.sum(), x)[0].tolist() == [3.0] * 3
+    assert given["inputs"][0] is x and len(given["inputs"]) == 1 and given["needs"] == (True,)
+    assert given["keyword_only_inputs"] == {"by": 3.0, "more": sum(more or (1.0,))}
+    with torch.no_grad():
+        assert torch.equal(times(x, 3.0, *more), expected)
+    with FakeTensorMode() as mode:
+        assert times(mode.from_tensor(x), 3.0, *more).shape == x.shape
+    value, tangent = torch.func.jvp(lambda x: times(x, 3.0, *more), (x.detach(),), (torch.ones(3),))
+    assert torch.equal(value, expected) and tangent.tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ static void two_lists(const std::vector<Tensor> &xs, const std::vector<Tensor> &
   match("xs", xs, FLOATING);
   match("ys", ys, SAME, "like xs");
 }
+static void length(const Tensor &, std::vector<int64_t> numbers, int64_t least, int64_t most) {
+  Match("op").length("numbers", numbers.size(), least, most);
+}
 static void index(const Tensor &x, int64_t n) { Match("op").index("x", x, n); }
 static Tensor make(const Tensor &x, ScalarType dtype) { return allocate(x.sizes(), dtype, x); }
 static void number_of_cpu(int64_t, int64_t, void *) {}
@@ -63,6 +66,7 @@ STABLE_TORCH_LIBRARY(match_tests, m) {
   DEF(m, "ask(Tensor[] tensors, str names, str types, str shapes, str size) -> int", &ask);
   DEF(m, "list(Tensor x, Tensor[] xs, Tensor? mask) -> ()", &list);
   DEF(m, "two_lists(Tensor[] xs, Tensor[] ys) -> ()", &two_lists);
+  DEF(m, "length(Tensor x, int[] numbers, int least, int most) -> ()", &length);
   DEF(m, "index(Tensor x, int n) -> ()", &index);
   DEF(m, "make(Tensor x, ScalarType dtype) -> Tensor", &make);
   DEF(m, "nothing(Tensor x) -> ()", &nothing);
@@ -71,6 +75,7 @@ REGISTER_KERNELS(m) {
   impl(m, "ask", TORCH_BOX(&ask));
   impl(m, "list", TORCH_BOX(&list));
   impl(m, "two_lists", TORCH_BOX(&two_lists));
+  impl(m, "length", TORCH_BOX(&length));
   impl(m, "index", TORCH_BOX(&index));
   impl(m, "make", TORCH_BOX(&make));
   impl(m, "nothing", TORCH_BOX(&nothing));
@@ -232,6 +237,23 @@ def test_lists_like_lists(ops: Any, xs: list[Tensor], ys: list[Tensor], sentence
         with pytest.raises(RuntimeError) as error:
             function(xs, ys)
         assert str(error.value) == f"extension_cpp::op: expected {sentence}"
+
+
+def test_lists_of_numbers_have_their_lengths(ops: Any) -> None:
+    def fake(x: Tensor, numbers: list[int], least: int, most: int) -> None:
+        match.Match("op").length("numbers", numbers, least, most)
+
+    for function in (ops.length, fake):
+        for count, least, most in ((0, 0, 16), (16, 0, 16), (2, 2, 2)):
+            function(zeros(1), [7] * count, least, most)
+        for count, least, most, expected in (
+            (17, 0, 16, "at most 16 values"),
+            (0, 1, 1, "1 value"),
+            (3, 2, 2, "2 values"),
+        ):
+            with pytest.raises(RuntimeError) as error:
+                function(zeros(1), [7] * count, least, most)
+            assert str(error.value) == f"extension_cpp::op: expected numbers to have {expected}, but got {count}"
 
 
 def test_indices_are_read_on_the_cpu(ops: Any) -> None:

@@ -30,13 +30,15 @@ SCHEMAS = [
     "f(Tensor(a!) p, Tensor grad, Tensor(b!) m, float lr, int step=1) -> ()",
     "f_(Tensor x, SymInt k) -> Tensor",
     "f(Tensor[] xs, Tensor[] ys, float? s=None) -> Tensor[]",
+    "f(Tensor x, float p=0.5, *, int k, bool flag=False) -> Tensor",
+    "f(Tensor x, int[] dims, SymInt[2] size=[3, 4], float[]? by=None, bool[2] flags=[True, False]) -> Tensor",
 ]
 
 
 @pytest.mark.parametrize("text", SCHEMAS)
 def test_schemas_are_read(text: str) -> None:
     parsed = schema.parse(text)
-    shown = ", ".join(each.text for each in parsed.arguments)
+    shown = parsed.listed(each.text for each in parsed.arguments)
     assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
     operator = roles.describe(parsed, [], [], [], None, None, "flat")
     assert schema.parse(generate.forward_schema(operator)) == schema.parse(
@@ -51,6 +53,7 @@ def test_schemas_are_read(text: str) -> None:
         ("f(Tensr x) -> Tensor", "types Tensor, int, SymInt, float, bool at column 3 of the schema, but got 'Tensr'"),
         ("f(Tensor x, Tensor x) -> Tensor", "a name that no other argument has at column 20"),
         ("f(Tensor x, float s=abc) -> Tensor", "a default value at column 21 of the schema, but got 'abc'"),
+        ("f(Tensor x, float[] s=[1, abc]) -> Tensor", "a default value at column 27 of the schema, but got 'abc'"),
         ("f(Tensor x)", "expected '->' at column 12 of the schema, but got its end"),
         ("f(Tensor x) -> Tensor y z", "the end of the schema at column 25 of the schema, but got 'z'"),
     ],
@@ -86,8 +89,20 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor[] x) -> Tensor[]", "--work", "rows"], "expected --work flat with lists, but got rows"),
         (["f(Tensor x) -> Tensor", "--shape", "out=[?]"], "expected --work items=... with a size of ?"),
         (["f(Tensor x) -> Tensor", "--work", "items=[?]"], "the work items to name SymInt arguments, but got '?'"),
-        (["f(Tensor x, int[] k) -> Tensor"], "k is int[]: of lists `new --schema` writes Tensor[] alone"),
-        (["f(Tensor x, *, float s) -> Tensor"], "s is a keyword-only argument: write the schema without *"),
+        (
+            ["f(Tensor[] x, Tensor[]? y) -> Tensor[]"],
+            "y is Tensor[]?: of lists of tensors `new --schema` writes Tensor[]",
+        ),
+        (["f(Tensor x, int[17] k) -> Tensor"], "expected k to have at most 16 values, but got int[17]"),
+        (["f(Tensor x, int[2] k=[1]) -> Tensor"], "expected a default of int[2] for k, but got [1]"),
+        (["f(Tensor x, int[] k=1) -> Tensor"], "expected a default of int[] for k, but got 1"),
+        (["f(Tensor x, bool[] k=[1]) -> Tensor"], "expected a default of bool[] for k, but got [1]"),
+        (["f(Tensor x, SymInt[] k) -> Tensor", "--shape", "out=[k]"], "but got SymInt[] k"),
+        (["f(Tensor x, int[] k) -> Tensor", "--shape", "out=[*k]"], "or results before it, but got 'k'"),
+        (["f(Tensor x, SymInt[2] k) -> Tensor", "--shape", "out=[k[2]]"], "but got k[2] of SymInt[2]"),
+        (["f(Tensor x, SymInt[] k) -> Tensor", "--shape", "out=[k[0]]"], "but got k[0] of SymInt[]"),
+        (["f(Tensor x, int[] k, Tensor k_count) -> Tensor"], "'k_count' would stand for two things"),
+        (["f(Tensor x, *, Tensor s) -> Tensor"], "expected s before the *, because autograd takes tensors only by"),
         (["f(Tensor x) -> (Tensor x)"], "names for the results that no argument has, but got x"),
         (["f(Tensor x, Tensor? m=None, float s) -> Tensor"], "expected a default for s, because m before it has one"),
         (["f(Tensor x, int k=1.5) -> Tensor"], "expected a default of int for k, but got 1.5"),
@@ -110,9 +125,14 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),
         (["f(Tensor x) -> Tensor", "--kind", "rows"], "expected --schema or --kind, but got both"),
         (["g(Tensor x) -> Tensor"], "expected the schema of f, but got one of g"),
+        (["f.mode(Tensor x) -> Tensor"], "f.mode is an overload, of which `new --schema` writes .out alone: make f"),
+        (["f.out(Tensor x, Tensor(a!) out) -> ()"], "expected f.out(..., *, Tensor(a!) out) -> ()"),
+        (["f.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"], "expected -> () of an operator that writes, because"),
+        (["f.out(Tensor x, Tensor out, *, Tensor(a!) y) -> ()"], "expected another name than out, which Python gives"),
+        (["f.out(Tensor[] x, *, Tensor(a!) y) -> ()"], "the overload .out of an operator without lists of tensors"),
         (
-            ["f.out(Tensor x, *, Tensor(a!) out) -> ()"],
-            "f.out is an overload, which `new --schema` does not write: make f",
+            ["f.out(Tensor x, *, Tensor(a!) y) -> ()", "--shape", "y=[?]", "--work", "items=[1]"],
+            "expected no overload .out with a size of ?, because the caller could not allocate it",
         ),
     ],
 )
@@ -155,16 +175,21 @@ PLANTED = {
         *["--role", "x=[*, channels, time]", "weight=[channels, taps]", "bias=[channels]"],
     ],
     "planted_scale": [
-        *["planted_scale(Tensor x, Tensor? mask=None, float? scale=None) -> Tensor", "--grad", "x", "--save", "mask"],
+        "planted_scale.out(Tensor x, Tensor? mask=None, *, float? scale=None, Tensor(a!) out) -> ()",
+        *["--grad", "x", "--save", "mask"],
     ],
-    "planted_lists": ["planted_lists(Tensor[] xs, Tensor[] ys, float alpha=1.0) -> Tensor[]"],
+    "planted_lists": ["planted_lists(Tensor[] xs, Tensor[] ys, *, float alpha=1.0) -> Tensor[]"],
     "planted_decay": ["planted_decay(Tensor(a!)[] ps, Tensor rate, Tensor(b!)[] ms) -> ()", "--dtype", "ms=float32"],
     "planted_count": [
-        *["planted_count(Tensor boxes, float least=0.5) -> Tensor", "--dtype", "out=int64", "--shape", "out=[?]"],
+        *["planted_count(Tensor boxes, *, float least) -> Tensor", "--dtype", "out=int64", "--shape", "out=[?]"],
         *["--work", "items=[1]", "--role", "boxes=[n, 4]"],
     ],
+    "planted_tile": [
+        "planted_tile(Tensor x, SymInt[2] copies, float[] scales, bool[2] flips=True, int[]? more=None) -> Tensor",
+        *["--shape", "out=[*copies, *x]", "--grad", "x", "--save", ""],
+    ],
     "planted_round": [
-        *["planted_round(Tensor x) -> (Tensor q, Tensor scale)", "--dtype", "q=int8", "scale=float32"],
+        *["planted_round.out(Tensor x, *, Tensor(a!) q, Tensor(b!) scale) -> ()", "--dtype", "q=int8", "scale=float32"],
         *["--role", "x=[*, n]", "--shape", "scale=[*x[:-1]]", "--work", "rows"],
     ],
     # sizes without *, and a tensor like one that is not the first
@@ -202,6 +227,8 @@ FORMULAS = {
     "planted_lists": "return [x + alpha * y for x, y in zip(xs, ys, strict=True)]",
     "planted_decay": "for p, m in zip(ps, ms, strict=True):\n    p.sub_(rate.sum())\n    m.add_(p)",
     "planted_count": "return (boxes.sum(1) > least).nonzero()[:, 0]",
+    "planted_tile": "factor = sum(scales) * (1 + flips[0] + 2 * flips[1]) + sum(more or ())\n"
+    "return (x * factor).expand(*copies, *x.shape).clone()",
     "planted_round": "return x.sign().to(torch.int8), x.abs().sum(-1).float()",
     "planted_exact": "return (x * y).sum(0) + z",
     "planted_cache": "cache.index_copy_(0, slots, key)",
@@ -211,8 +238,23 @@ FORMULAS = {
 }
 
 
-# The arithmetic of forward and backward on the CPU: a mask that broadcasts, an index, and results of other dtypes.
+FACTOR = """
+  double factor = 0;
+  for (int64_t k = 0; k < args->scales_count; ++k) factor += args->scales[k];
+  factor *= 1 + args->flips[0] + 2 * args->flips[1];
+  for (int64_t k = 0; args->has_more && k < args->more_count; ++k) factor += (double)args->more[k];
+"""
+
+
+# The arithmetic of forward and backward on the CPU: a mask that broadcasts, an index, lists of numbers, and results of
+# other dtypes.
 KERNELS = {
+    "planted_tile": [
+        f"{FACTOR}  out[i] = NARROW(WIDEN(x[i % args->x_numel]) * (ACC)factor);",
+        f"{FACTOR}  double sum = 0;\n"
+        "  for (int64_t k = i; k < args->grad_out_numel; k += args->grad_x_numel) sum += WIDEN(grad_out[k]);\n"
+        "  grad_x[i] = NARROW((ACC)(sum * factor));",
+    ],
     "planted_scale": [
         "out[i] = NARROW(WIDEN(x[i]) * (args->has_scale ? (ACC)args->scale : 1) * (mask == NULL || mask[i]));",
         "grad_x[i] = NARROW(WIDEN(grad_out[i]) * (args->has_scale ? (ACC)args->scale : 1) * (!mask || mask[i]));",
@@ -371,6 +413,18 @@ def test_files_say_that_nothing_checks_an_index_on_a_gpu() -> None:
     assert "values of" not in generate.cuda(operator_of(*PLANTED["planted_topk"]))
 
 
+def test_an_overload_out_writes_its_operator_too() -> None:
+    operator = operator_of("f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()", "--grad", "x", "--save", "y")
+    assert generate.schemas_of(operator) == [
+        "f(Tensor x, *, int k) -> (Tensor y, Tensor z)",
+        "f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()",
+        "f_backward(Tensor grad_y, Tensor grad_z, Tensor y, SymInt[] x_sizes, int k) -> Tensor",
+    ]
+    assert "def f(x: Tensor, *, k: int, out: tuple[Tensor, Tensor] | None = None)" in generate_python.functional(
+        operator
+    )
+
+
 def test_nothing_may_be_saved() -> None:
     operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
     assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
@@ -390,7 +444,7 @@ def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() 
 def test_specs_say_that_results_are_saved_and_whether_lines_decide_lines() -> None:
     saving = {name for name, words in PLANTED.items() if "saves_results" in generate_tests.spec(operator_of(*words))}
     whole = {name for name, words in PLANTED.items() if "by_lines=False" in generate_tests.spec(operator_of(*words))}
-    odd = {"planted_exact", "planted_cache", "planted_most", "planted_tally"}
+    odd = {"planted_exact", "planted_cache", "planted_most", "planted_tally", "planted_tile"}
     assert saving == {"planted_topk"} and whole == {"planted_sum", "planted_conv", "planted_count"} | odd
 
 

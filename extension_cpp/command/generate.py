@@ -7,7 +7,7 @@ write zeros into all outputs. tree.laid_out() formats the C code later.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .roles import C_TYPES, Operand, Operator, parts, words_of
+from .roles import C_TYPES, MOST, Operand, Operator, parts, words_of
 from .schema import Argument
 
 # Marks the place for the formula. If a result is wrong, tests/judge.py names the lines that still have this mark.
@@ -69,6 +69,16 @@ def launches(operator: Operator) -> list[Launch]:
     return found
 
 
+def is_open(number: Argument) -> bool:
+    """Returns whether a number is a list of any length, as int[] is, so that kernels get its length, too."""
+    return number.is_list and not number.length
+
+
+def bounds(numbers: Argument) -> str:
+    """Returns the least and the greatest length of a list of numbers, as arguments of Match.length."""
+    return f"{numbers.length}, {numbers.length}" if numbers.length else f"0, {MOST}"
+
+
 def saved(operator: Operator) -> list[Operand]:
     """Returns the operands and results that are saved for backward, in the order of backward's schema."""
     return [operator.operands.get(name) or _saved_result(name, operator) for name in operator.saved]
@@ -93,7 +103,8 @@ def backward_inputs(operator: Operator) -> list[Operand]:
 
 def _saved_result(name: str, operator: Operator) -> Operand:
     like = operator.results[name].shape
-    return replace(operator.results[name], shape=f"like {like}" if like in operator.saved else "")
+    shape = f"like {like}" if like in operator.saved else ""
+    return replace(operator.results[name], shape=shape, is_written=False)
 
 
 def grads_out(operator: Operator) -> list[Operand]:
@@ -106,8 +117,12 @@ def grads_out(operator: Operator) -> list[Operand]:
 
 
 def in_backward(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the operands whose sizes backward knows to the C++ expressions of these sizes."""
+    """Returns a dictionary from the operands whose sizes backward knows to the C++ expressions of these sizes.
+
+    Lists of numbers are in it, too, because a shape may have their values as sizes.
+    """
     known = {name: f"{name}.sizes()" for name in operator.saved if name in operator.operands}
+    known |= {each.name: each.name for each in operator.schema.number_lists}
     return known | {name: f"{name}_sizes" for name in operator.sizes_of}
 
 
@@ -141,7 +156,20 @@ def forward_schema(operator: Operator) -> str:
     kind = "Tensor[]" if operator.schema.gives_lists else "Tensor"
     names = [f"{kind} {name}" for name in operator.results]
     results = "()" if not names else kind if len(names) == 1 else f"({', '.join(names)})"
-    return f"{operator.name}({', '.join(arguments)}) -> {results}"
+    return f"{operator.name}({operator.schema.listed(arguments)}) -> {results}"
+
+
+def out_schema(operator: Operator) -> str:
+    """Returns the schema of the overload .out."""
+    outs = [f"Tensor({letter}!) {name}" for letter, name in zip("abcdefghijklmnop", operator.results, strict=False)]
+    arguments = operator.schema.listed((each.text for each in operator.schema.arguments), *outs)
+    return f"{operator.name}.out({arguments}) -> ()"
+
+
+def schemas_of(operator: Operator) -> list[str]:
+    """Returns the schemas of an operator, of its overload .out and of its backward, in the order of `make docs`."""
+    found = [forward_schema(operator), *([out_schema(operator)] if operator.schema.has_out else [])]
+    return [*found, *([backward_schema(operator)] if operator.grads else [])]
 
 
 def lines(texts: Iterable[str], indent: str = "  ") -> str:
@@ -186,7 +214,9 @@ def _fields(launch: Launch) -> list[str]:
     fields += [f"void *{each.name};" for each in launch.outputs]
     fields += [f"int64_t {each.name}_numel;" for each in launch.tensors]
     fields += [f"int64_t {name};" for name in launch.sizes]
-    fields += [f"{NUMBER_TYPES[each.type]} {each.name};" for each in launch.numbers]
+    for each in launch.numbers:
+        fields.append(f"{NUMBER_TYPES[each.type]} {each.name}{f'[{each.length or MOST}]' if each.is_list else ''};")
+        fields += [f"int64_t {each.name}_count; /* the number of values in {each.name} */"] if is_open(each) else []
     fields += [f"bool has_{each.name};" for each in launch.numbers if each.is_optional]
     fields += ["int64_t *count;"] if launch.operator.has_unknown_size else []
     return [*fields, "int64_t items;", "dtype_t dtype;"]

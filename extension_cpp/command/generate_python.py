@@ -3,29 +3,42 @@
 import re
 from collections.abc import Iterable
 
-from .generate import backward_inputs, backward_schema, forward_schema, grads_out, in_backward, saved, tensors_in
+from .generate import (
+    backward_inputs,
+    bounds,
+    grads_out,
+    in_backward,
+    saved,
+    schemas_of,
+    tensors_in,
+)
 from .roles import Operand, Operator, Part, parts
 from .schema import Argument
 
 
 def _annotation(argument: Argument) -> str:
-    kind = "Sequence[Tensor]" if argument.is_list else {"SymInt": "int"}.get(argument.type, argument.type)
-    return kind + _or_none(argument)
+    kind = {"SymInt": "int"}.get(argument.type, argument.type)
+    return (f"Sequence[{kind}]" if argument.is_list else kind) + _or_none(argument)
 
 
 def _or_none(each: Argument | Operand) -> str:
     return " | None" if each.is_optional else ""
 
 
-def _parameters(operator: Operator, defaults: bool = False) -> str:
-    return ", ".join(
-        f"{each.name}: {_annotation(each)}" + (f" = {each.default}" if defaults and each.default is not None else "")
+def _parameters(operator: Operator, *outs: str, defaults: bool = False) -> str:
+    parameters = (
+        f"{each.name}: {_annotation(each)}" + (f" = {each.value!r}" if defaults and each.default else "")
         for each in operator.schema.arguments
     )
+    return operator.schema.listed(parameters, *outs)
 
 
-def _names(operator: Operator) -> str:
-    return ", ".join(each.name for each in operator.schema.arguments)
+def _names(operator: Operator, by_keyword: bool = True) -> str:
+    """Returns the arguments of a call as Python text."""
+    keywords = {each.name for each in operator.schema.keyword_only if by_keyword}
+    return ", ".join(
+        f"{each.name}={each.name}" if each.name in keywords else each.name for each in operator.schema.arguments
+    )
 
 
 def _results_type(count: int, are_lists: bool = False) -> str:
@@ -46,6 +59,10 @@ def _matches(op: str, operands: list[Operand]) -> list[str]:
         for number, (each, shape) in enumerate(zip(operands, shapes, strict=True))
     )
     return [f'match = Match("{op}")', *calls]
+
+
+def _lengths(operator: Operator) -> list[str]:
+    return [f'match.length("{each.name}", {each.name}, {bounds(each)})' for each in operator.schema.number_lists]
 
 
 def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
@@ -90,6 +107,9 @@ def docstring(operator: Operator) -> str:
         notes = "; None is allowed" if operand.is_optional else "; it is written" if operand.is_written else ""
         notes += f"; values from 0 to below {operand.below}" if operand.below else ""
         text += f"    {each.name}: {kind}, {of_shape}{notes}.\n"
+    if operator.schema.has_out:
+        what = "the result" if len(operator.results) == 1 else f"{' and '.join(operator.results)}, of any strides"
+        text += f"    out: where to write {what}; None is allowed.\n"
     results = [
         f"``{each.name}``, {'floating point' if each.dtype == 'same' else each.dtype}, of shape {each.shape}"
         for each in operator.results.values()
@@ -111,27 +131,39 @@ def functional(operator: Operator) -> str:
     dtypes = {_dtypes(each, number == 0) for number, each in enumerate(operands)}
     checked = backward_inputs(operator) if operator.grads else []
     dtypes |= {_dtypes(each, number == 0) for number, each in enumerate(checked)}
+    dtypes |= {_dtypes(each, False) for each in operator.results.values() if operator.schema.has_out}
     imported = sorted(each for each in dtypes if not each.startswith("("))
     text = f'"""{name}: the public function, and what ops.py registers for its operators."""\n\n'
-    text += "from collections.abc import Sequence\n" if operator.sizes_of or operator.schema.has_lists else ""
+    has_lists = any(each.is_list for each in operator.schema.arguments)
+    text += "from collections.abc import Sequence\n" if operator.sizes_of or has_lists else ""
     text += "from typing import Any\n" if operator.grads else ""
-    text += "\n" if operator.grads or operator.schema.has_lists else ""
+    text += "\n" if operator.grads or has_lists else ""
     text += "from torch import Tensor\n\n"
-    text += "from .. import _ops, reference\nfrom ..registration.autograd import Gradients\n" if operator.grads else ""
-    text += "from ..registration import checks\n" if operator.written else ""
-    text += "" if operator.grads else "from ..registration.calls import call\n"
+    text += "from .. import _ops, reference\n" if operator.grads else ""
+    text += "from ..registration import checks\n" if operator.written or operator.schema.has_out else ""
+    text += "from ..registration.autograd import Gradients\n" if operator.grads else ""
+    text += "from ..registration.calls import call\n" if not operator.grads or operator.schema.has_out else ""
     text += f"from ..registration.match import {', '.join([*imported, 'Match'])}\n\n\n"
     results = _results_type(len(operator.results), operator.schema.gives_lists)
-    text += f"def {name}({_parameters(operator, defaults=True)}) -> {results}:\n"
+    outs = [f"out: {results} | None = None"] if operator.schema.has_out else []
+    text += f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
     quoted = '"""' + docstring(operator) + '"""'
     text += body(quoted.splitlines())
-    call = f"_ops.{name}({_names(operator)})" if operator.grads else f'call("{name}", {_names(operator)})'
+    call = f'call("{name}", {_names(operator)})'
+    call = f"_ops.{name}({_names(operator, by_keyword=False)})" if operator.grads else call
     count = len(operator.results)
+    if operator.schema.has_out:
+        names = [*operator.results]
+        outs = (
+            ["out=out"] if names == ["out"] else [f"{each}=out{f'[{i}]' * (count > 1)}" for i, each in enumerate(names)]
+        )
+        into = f'call("{name}.out", {_names(operator)}, {", ".join(outs)})'
+        text += body(["if out is not None:", f"    {into}", "    return out"])
     if count > 1 and not operator.grads:
         text += f"    results = {call}\n"
         call = ", ".join(f"results[{number}]" for number in range(count)) + "  # torch.fx has one Proxy for all"
     text += f"    {'return ' if operator.results else ''}{call}\n\n\n"
-    text += _fake(operator)
+    text += _fake(operator) + (_out_fake(operator) if operator.schema.has_out else "")
     if operator.grads:
         text += _backward_fake(operator) + _setup_context(operator) + _backward(operator) + _plain(operator)
     if "torch." in text.replace("torch.fx", ""):  # the generated comment about torch.fx needs no import
@@ -141,6 +173,7 @@ def functional(operator: Operator) -> str:
 
 def _fake(operator: Operator) -> str:
     sizes = {name: f"{name}.shape" for name in operator.operands}
+    sizes |= {each.name: each.name for each in operator.schema.number_lists}
     if operator.schema.gives_lists:
         made = [f"[{_new(each, 'x', 'x.shape')} for x in {each.shape}]" for each in operator.results.values()]
     else:
@@ -150,16 +183,36 @@ def _fake(operator: Operator) -> str:
         ]
     results = _results_type(len(made), operator.schema.gives_lists)
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {results}:\n"
-    text += body(_matches(operator.name, [*operator.operands.values()]))
+    text += body([*_matches(operator.name, [*operator.operands.values()]), *_lengths(operator)])
     for each in operator.written:
-        text += body(_checks_of_memory(each, operator))
+        others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
+        text += body(_checks_of_memory(each, operator, others))
     text += body(["unknown_size = torch.library.get_ctx().new_dynamic_size()"]) if operator.has_unknown_size else ""
     return text + (body([f"return {', '.join(made)}"]) if made else "") + "\n\n"
 
 
-def _checks_of_memory(written: Operand, operator: Operator) -> list[str]:
+def _out_fake(operator: Operator) -> str:
+    """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
+    outs, first = [*operator.results.values()], operator.operands[operator.first]
+    parameters = _parameters(operator, *(f"{each.name}: Tensor" for each in outs))
+    text = f"def {operator.name}_out_fake({parameters}) -> None:\n"
+    text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
+    text += body(_matches(operator.name, [first])).replace(f', "{first.shape}")', ")")
+    for place, each in enumerate(outs):
+        made = f"results[{place}]" if len(outs) > 1 else "result"
+        others = [other for other in operator.operands.values() if not other.is_optional]
+        text += body(
+            [
+                f'match("{each.name}", {each.name}, {_dtypes(each, False)})',
+                f'match.sizes("{each.name}", {each.name}, {made}.shape, "the result")',
+                *_checks_of_memory(each, operator, [*others, *outs[:place]]),
+            ]
+        )
+    return text + "\n\n"
+
+
+def _checks_of_memory(written: Operand, operator: Operator, others: list[Operand]) -> list[str]:
     """Returns the statements that check the memory of a written argument in the fake, as the shim does."""
-    others = [each for each in operator.operands.values() if each is not written and not each.is_optional]
     texts = [f'checks.check_writable("{operator.name}", {_named(written)})']
     texts += [
         f'checks.check_no_partial_overlap("{operator.name}", {_named(written)}, {_named(each)})' for each in others
@@ -189,7 +242,7 @@ def _backward_fake(operator: Operator) -> str:
     parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
     known = {name: text.replace(".sizes()", ".shape") for name, text in in_backward(operator).items()}
     text = f"def {op}_fake({', '.join(parameters)}) -> {_results_type(len(operator.grads))}:\n"
-    text += body(_matches(op, backward_inputs(operator)))
+    text += body([*_matches(op, backward_inputs(operator)), *_lengths(operator)])
     for result, grad in zip(operator.differentiable_results, grads, strict=True):
         if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
             sizes = python_shape(result.shape, operator, known)
@@ -205,10 +258,13 @@ def _backward_fake(operator: Operator) -> str:
 
 
 def _setup_context(operator: Operator) -> str:
-    arguments = [each.name for each in operator.schema.arguments]
+    arguments = [each.name for each in operator.schema.positional]
+    keyword_only = [each.name for each in operator.schema.keyword_only]
     results = [*operator.results]
 
     def place(name: str) -> str:
+        if name in keyword_only:
+            return f'keyword_only_inputs["{name}"]'
         if name in arguments:
             return f"inputs[{arguments.index(name)}]"
         return "output" if len(results) == 1 else f"output[{results.index(name)}]"
@@ -225,7 +281,9 @@ def _setup_context(operator: Operator) -> str:
         texts.append(
             "ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the others"
         )
-    header = f"def {operator.name}_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:\n"
+    parameters = "ctx: Any, inputs: tuple[Any, ...], output: Any"
+    parameters += ", keyword_only_inputs: dict[str, Any]" if keyword_only else ""
+    header = f"def {operator.name}_setup_context({parameters}) -> None:\n"
     return header + body(texts) + "\n\n"
 
 
@@ -270,12 +328,16 @@ def entry(operator: Operator) -> str:
     name = operator.name
     module = f"{name}_functions"
     text = f'# ---- {name} ----\n\nregister(\n    "{name}",\n    fake={module}.{name}_fake,\n'
+    out = ""
+    if operator.schema.has_out:
+        out = f'register(\n    "{name}.out",\n    fake={module}.{name}_out_fake,\n    backward=WRITES,\n'
+        out += "    sharding=NONE,\n)\n"
     if not operator.grads:
         mark = "WRITES" if operator.written else "NOT_DIFFERENTIABLE"
-        return text + f"    backward={mark},\n    nested=NONE,\n    sharding=NONE,\n)\n"
+        return text + f"    backward={mark},\n    nested=NONE,\n    sharding=NONE,\n)\n{out}"
     text += f"    setup_context={module}.{name}_setup_context,\n    backward={module}.{name}_backward,\n"
     text += f"    plain={module}.{name}_plain,\n"
-    text += f'    nested=NONE,\n    sharding=NONE,\n)\nregister(\n    "{name}_backward",\n'
+    text += f'    nested=NONE,\n    sharding=NONE,\n)\n{out}register(\n    "{name}_backward",\n'
     return text + f"    fake={module}.{name}_backward_fake,\n    backward=NO_SECOND,\n    sharding=NONE,\n)\n"
 
 
@@ -294,10 +356,12 @@ def stub(operator: Operator) -> str:
     if not operator.grads:
         return ""
     count = len(operator.results)
-    parameters = [
-        f"{each.name}: {_annotation(each)}{' = ...' if each.default is not None else ''}"
-        for each in operator.schema.arguments
-    ]
+    arguments = operator.schema.arguments
+    parameters = [f"{each.name}: {_annotation(each)}" for each in arguments]
+    for place in reversed(range(len(arguments))):  # by position, a default before an argument without one is none
+        if arguments[place].default is None:
+            break
+        parameters[place] += " = ..."
     text = f"def {operator.name}({', '.join(parameters)}, /) -> {_results_type(count)}: ...\n"
     kept = [f"{each.name}: Tensor{_or_none(each)}" for each in saved(operator)]
     parameters = [*(f"{each.name}: Tensor" for each in grads_out(operator)), *kept]
@@ -310,8 +374,8 @@ def stub(operator: Operator) -> str:
 def documents(operator: Operator) -> tuple[str, str]:
     """Returns the operator's row and section of docs/ops.md, in the format of `make docs`."""
     name = operator.name
-    parameters = (each.name + (f"={each.default}" if each.default else "") for each in operator.schema.arguments)
-    call = f"{name}({', '.join(parameters)})"
+    parameters = (each.name + (f"={each.value!r}" if each.default else "") for each in operator.schema.arguments)
+    call = f"{name}({operator.schema.listed(parameters, *['out=None'] * operator.schema.has_out)})"
     order = f"in {' and '.join(f'`{each}`' for each in operator.grads)}, once" if operator.grads else "none"
     summary, *rest = docstring(operator).replace("``", "`").splitlines()
     lines = [f"## {name}", "", f"`{call}`", "", summary]
@@ -321,6 +385,5 @@ def documents(operator: Operator) -> tuple[str, str]:
             lines += [f"**{heading[1]}**", ""]
         else:
             lines.append(f"* `{argument[1]}`: {argument[2]}" if argument else line.strip())
-    listed = [forward_schema(operator), *([backward_schema(operator)] if operator.grads else [])]
-    lines += ["", "```text", *(f"extension_cpp::{schema}" for schema in listed), "```"]
+    lines += ["", "```text", *(f"extension_cpp::{schema}" for schema in schemas_of(operator)), "```"]
     return f"| [`{call}`](#{name}) | {summary} | {order} |\n", "\n".join(lines) + "\n"

@@ -3,13 +3,14 @@
 from .generate import (
     NUMBER_TYPES,
     Launch,
-    backward_schema,
-    forward_schema,
+    bounds,
     grads_out,
     in_backward,
+    is_open,
     launches,
     lines,
     saved,
+    schemas_of,
     tensors_in,
 )
 from .roles import Operand, Operator, Part, parts
@@ -46,7 +47,9 @@ def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
 
 
 def of_operands(operator: Operator) -> dict[str, str]:
-    return {name: f"{name}.sizes()" for name in operator.operands}
+    """Returns a dictionary from the tensors, and lists of numbers, of forward to the C++ expressions of their sizes."""
+    lists = {each.name: each.name for each in operator.schema.number_lists}
+    return {name: f"{name}.sizes()" for name in operator.operands} | lists
 
 
 def _dtypes(operand: Operand, is_first: bool) -> str:
@@ -73,7 +76,9 @@ def _parameter(operand: Operand, of_list: bool = False) -> str:
 
 def _number(argument: Argument) -> str:
     kind = NUMBER_TYPES[argument.type]
-    return f"std::optional<{kind}> {argument.name}" if argument.is_optional else f"{kind} {argument.name}"
+    kind = f"std::vector<{kind}>" if argument.is_list else kind
+    kind = f"std::optional<{kind}>" if argument.is_optional else kind
+    return f"const {kind} &{argument.name}" if argument.is_list else f"{kind} {argument.name}"
 
 
 def _returned(names: list[str]) -> str:
@@ -100,7 +105,7 @@ def _call(launch: Launch, items: str, returned: str) -> str:
     The early return is for empty results, or, if the op only writes into arguments, for a call without work items. The
     copies bring the results back into written arguments that are not contiguous.
     """
-    only_writes = all(each.is_written for each in launch.outputs)
+    only_writes = all(each.name in launch.operator.operands for each in launch.outputs)
     empty = f"{items} == 0" if only_writes else " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
     text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n"
     text += "" if only_writes or launch.direction == "backward" else _without_items(launch.operator, items)
@@ -117,7 +122,8 @@ def _without_items(operator: Operator, items: str) -> str:
         return ""
     made = ", ".join(operator.results)
     text = f"  if ({items} == 0) {{\n    for (Tensor each : {{{made}}}) torch::stable::zero_(each);\n"
-    return text + f"    return {_returned([*operator.results])};\n  }}\n"
+    returned = "" if operator.schema.has_out else f" {_returned([*operator.results])}"
+    return text + f"    return{returned};\n  }}\n"
 
 
 def _launch(launch: Launch) -> str:
@@ -137,14 +143,26 @@ def _arguments(launch: Launch, items: str) -> str:
             text += f"std::optional<Tensor>({_dense(each, launch)}) : std::nullopt;\n"
         else:
             text += f"  const Tensor {each.name}_dense = {_dense(each, launch)};\n"
-    for each in (each for each in launch.outputs if each.is_written):
+    for each in (each for each in launch.outputs if each.name in launch.operator.operands):
         text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
     text += f"  {launch.name}_args args{{}};\n"
     text += "".join(_pointer(each, True) for each in launch.inputs)
+    for each in (each for each in launch.outputs if each.is_written and each.name in launch.operator.results):
+        # Items that are already written must not change what other items read.
+        read = " || ".join(f"args.{other.name} == {each.name}.const_data_ptr()" for other in launch.inputs)
+        made = f"allocate({each.name}.sizes(), {_scalar(each)}, {each.name})"
+        text += f"  const bool reads_{each.name} = {read};\n"
+        text += f"  const Tensor {each.name}_dense = reads_{each.name} ? {made} : as_contiguous({each.name});\n"
     text += lines(f"args.{name} = {size};" for name, size in launch.sizes.items())
     for number in launch.numbers:
-        text += f"  args.{number.name} = {number.name}{'.value_or(0)' if number.is_optional else ''};\n"
-        text += f"  args.has_{number.name} = {number.name}.has_value();\n" if number.is_optional else ""
+        name = number.name
+        if number.is_list:
+            given, values = (f"if ({name}) ", f"{name}->") if number.is_optional else ("", f"{name}.")
+            text += f"  {given}std::copy({values}begin(), {values}end(), args.{name});\n"
+            text += f"  {given}args.{name}_count = static_cast<int64_t>({values}size());\n" if is_open(number) else ""
+        else:
+            text += f"  args.{name} = {name}{'.value_or(0)' if number.is_optional else ''};\n"
+        text += f"  args.has_{name} = {name}.has_value();\n" if number.is_optional else ""
     return text + f"  args.items = {items};\n  args.dtype = dtype;\n"
 
 
@@ -184,9 +202,19 @@ def _matches(operands: list[Operand]) -> str:
     )
 
 
+def _lengths(operator: Operator) -> str:
+    """Returns the statements that check the lengths of lists of numbers, for which the argument struct has arrays."""
+    text = ""
+    for each in operator.schema.number_lists:
+        given, size = (f"if ({each.name}) ", "->size()") if each.is_optional else ("", ".size()")
+        text += f'  {given}match.length("{each.name}", {each.name}{size}, {bounds(each)});\n'
+    return text
+
+
 def _checks(operator: Operator) -> str:
     """Returns the statements that declare the op's name and check the arguments."""
-    text = f'  const char *op = "{operator.name}";\n  Match match(op);\n' + _matches(list(operator.operands.values()))
+    text = f'  const char *op = "{operator.name}";\n  Match match(op);\n'
+    text += _matches(list(operator.operands.values())) + _lengths(operator)
     for each in operator.operands.values():
         if each.below:
             sizes = cpp_shape(f"[{each.below}]", operator, of_operands(operator))
@@ -208,12 +236,43 @@ def _named(operand: Operand) -> str:
     return f'("{name}" + place).c_str(), {name}[i]' if operand.is_list else f'"{name}", {name}'
 
 
-def _one_call(operator: Operator) -> str:
-    """Returns the statements that allocate the results, launch the kernel and return the results."""
+def _with_out(operator: Operator, parameters: list[str]) -> str:
+    """Returns the functions of an operator with an overload .out: one computes into given tensors, and two call it."""
+    outs = [*operator.results.values()]
+    given = ", ".join([*(each.name for each in operator.schema.arguments), *operator.results])
+    with_outs = ", ".join([*parameters, *map(_parameter, outs)])
+    launch = launches(operator)[0]
+    text = f"static void compute(const Match &match, {with_outs}) {{\n"
+    text += f'  const char *op = "{operator.name}";\n  const dtype_t dtype = match.dtype();\n'
+    text += _call(launch, _items(operator, launch), "") + "}\n\n"
+    text += f"static {_result_type(len(outs))} forward({', '.join(parameters)}) {{\n"
+    text += _checks(operator) + _allocated(operator).replace(" dtype,", " match.dtype(),")
+    text += f"  compute(match, {given});\n  return {_returned([*operator.results])};\n}}\n\n"
+    text += f"static void forward_out({with_outs}) {{\n" + _checks(operator)
+    for place, each in enumerate(outs):
+        sizes = cpp_shape(each.shape, operator, of_operands(operator))
+        text += f'  match("{each.name}", {each.name}, {_dtypes(each, False)});\n'
+        text += f'  match.sizes("{each.name}", {each.name}, {sizes}, "the result");\n'
+        text += f"  check_writable(op, {_named(each)});\n"
+        others = [other for other in operator.operands.values() if not other.is_optional]
+        text += lines(
+            f"check_no_partial_overlap(op, {_named(each)}, {_named(other)});" for other in (*others, *outs[:place])
+        )
+    return text + f"  compute(match, {given});\n}}\n"
+
+
+def _allocated(operator: Operator) -> str:
+    """Returns the statements that allocate the results."""
     made = ""
     for result in operator.results.values():
         shape = cpp_shape(result.shape, operator, of_operands(operator))
         made += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
+    return made
+
+
+def _one_call(operator: Operator) -> str:
+    """Returns the statements that allocate the results, launch the kernel and return the results."""
+    made = _allocated(operator)
     launch, returned = launches(operator)[0], _returned([*operator.results])
     text, items = "  const dtype_t dtype = match.dtype();\n", _items(operator, launch)
     if operator.has_unknown_size:
@@ -235,6 +294,8 @@ def _forward(operator: Operator) -> str:
         _parameter(operator.operands[each.name], of_list=True) if each.is_tensor else _number(each)
         for each in operator.schema.arguments
     ]
+    if operator.schema.has_out:
+        return _with_out(operator, parameters)
     if not operator.schema.has_lists:
         text = f"static {_result_type(count)} forward({', '.join(parameters)}) {{\n"
         return text + _checks(operator) + _one_call(operator)
@@ -267,7 +328,8 @@ def _backward(operator: Operator) -> str:
         parameters.append(f"const {kind} &{name}_sizes")
     parameters += [_number(each) for each in operator.schema.numbers]
     text = f"static {_result_type(len(launch.outputs))} backward({', '.join(parameters)}) {{\n"
-    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n' + _matches(launch.inputs)
+    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n'
+    text += _matches(launch.inputs) + _lengths(operator)
     for result, grad in zip(operator.differentiable_results, grads, strict=True):
         if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
             sizes = cpp_shape(result.shape, operator, known)
@@ -300,12 +362,15 @@ def shim(operator: Operator) -> str:
     text += f"namespace extension_cpp::{name} {{\n\n" + _forward(operator) + "\n"
     text += _backward(operator) + "\n" if operator.grads else ""
     define = "DEF_WITH_NO_GRAD" if operator.grads else "DEF"
-    schemas = [(name, "forward", forward_schema(operator))]
-    if operator.grads:
-        schemas.append((f"{name}_backward", "backward", backward_schema(operator)))
-    text += "STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {\n"
-    text += "".join(f'  {define}(m, "{schema}", &{function});\n' for _, function, schema in schemas) + "}\n\n"
     implement = "impl_with_no_grad" if operator.grads else "impl"
-    text += "REGISTER_KERNELS(m) {\n"
-    text += "".join(f'  {implement}(m, "{op}", TORCH_BOX(&{function}));\n' for op, function, _ in schemas) + "}\n\n"
+    functions = {f"{name}.out": "forward_out", f"{name}_backward": "backward"}
+    defined, implemented = "", ""
+    for schema in schemas_of(operator):
+        op = schema.partition("(")[0]
+        is_out = op.endswith(".out")  # the overload has no Autograd kernel, so that it needs none without one
+        defined += f'  {"DEF" if is_out else define}(m, "{schema}", &{functions.get(op, "forward")});\n'
+        boxed = f"TORCH_BOX(&{functions.get(op, 'forward')})"
+        implemented += f'  {"impl" if is_out else implement}(m, "{op}", {boxed});\n'
+    text += f"STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {{\n{defined}}}\n\n"
+    text += f"REGISTER_KERNELS(m) {{\n{implemented}}}\n\n"
     return text + f"}}  // namespace extension_cpp::{name}\n"

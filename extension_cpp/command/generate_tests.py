@@ -1,9 +1,12 @@
 """Generates the spec and the test of an operator for `new --schema`."""
 
+import ast
 import re
+from collections.abc import Sequence
 
+from .generate import is_open
 from .generate_python import body
-from .roles import Operand, Operator, Part, parts, words_of
+from .roles import MOST, Operand, Operator, Part, parts, words_of
 from .schema import Argument
 
 # The values of number arguments by type. The first sample has the default, or VALUES without one. The second has the
@@ -16,6 +19,7 @@ def spec(operator: Operator) -> str:
     name, first = operator.name, operator.operands[operator.first]
     options = _options(operator) if len(_options(operator)) > 1 else []
     imported = f"Bench, ErrorSample, OpSpec, {'Options, ' if options else ''}Sample"
+    imported += ", as_tuple" * operator.schema.has_out
     imported += ", indices_below" if any(each.below for each in operator.operands.values()) else ""
     text = f"import torch\n\nimport extension_cpp\nfrom tests.opspec import {imported}\n\n\n"
     text += "def sample_inputs(make, shape):\n" + body(_sizes(first, _words(operator)))
@@ -63,7 +67,7 @@ def _is_by_lines(operator: Operator) -> bool:
     first, *others = operator.operands.values()
     words = words_of(first.shape)
     fits = (f"like {first.name}", f"broadcasts to {first.name}", f"[{words[-1]}]" if words else "")
-    starts = f"[*{first.name}[:", f"[*{first.name},"
+    starts = f"[*{first.name}[:-1]", f"[*{first.name},"
     results = (
         each.shape in (first.name, *operator.results) or each.shape.startswith(starts)
         for each in operator.results.values()
@@ -75,15 +79,24 @@ def _other(number: Argument, operator: Operator) -> str:
     """Returns the value of a number in the second sample, which is also its other value in test_options.py.
 
     A number that bounds the values of an index is 3. With 1, the index of the first sample could be out of bounds, and
-    test_options.py uses that index with this number.
+    test_options.py uses that index with this number. A list of any length has one value more than in the first sample.
     """
+    if number.is_optional:
+        return "None"
+    if number.is_list:
+        values = ast.literal_eval(_first(number))
+        others = [next(x for x in OTHERS[number.type] if x != repr(value)) for value in values]
+        return _tuple([*others, *([VALUES[number.type]] if is_open(number) else [])])
     bounds = any(number.name == each.below for each in operator.operands.values())
     return "3" if bounds else next(value for value in OTHERS[number.type] if value != _first(number))
 
 
 def _first(number: Argument) -> str:
-    """Returns the value of a number in the first sample."""
-    return number.default if number.default not in (None, "None") else VALUES[number.type]
+    """Returns the value of a number in the first sample. A list of any length without a default has two values."""
+    if number.value is not None:
+        return repr(number.value)
+    values = (VALUES[number.type], OTHERS[number.type][0]) * MOST
+    return _tuple(values[: int(number.length or 2)]) if number.is_list else values[0]
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
@@ -93,7 +106,11 @@ def _battery_results(operator: Operator) -> list[Operand]:
 
 
 def _quoted(names: list[str]) -> str:
-    return "(" + ", ".join(f'"{name}"' for name in names) + (",)" if len(names) == 1 else ")")
+    return _tuple([f'"{name}"' for name in names])
+
+
+def _tuple(values: Sequence[str]) -> str:
+    return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
 
 
 def _sizes(first: Operand, used: set[str]) -> list[str]:
@@ -142,8 +159,7 @@ def _shape(operand: Operand, sizes: dict[str, str]) -> str:
     if not operand.shape.startswith("["):
         return "shape"
     words = words_of(operand.shape)
-    made = ", ".join("*batch" if word == "*" else word if word.isdigit() else sizes.get(word, "3") for word in words)
-    return f"({made}{',' if len(words) == 1 else ''})"
+    return _tuple(["*batch" if word == "*" else word if word.isdigit() else sizes.get(word, "3") for word in words])
 
 
 def _named_sizes(operator: Operator) -> dict[str, str]:
@@ -187,7 +203,9 @@ def _sample(operator: Operator) -> list[str]:
         else:
             lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
         made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
-    return [*numbers, *lines, *indices, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
+    positional = _tuple(made[: len(operator.schema.positional)])
+    keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.schema.keyword_only)
+    return [*numbers, *lines, *indices, f"yield Sample({positional}{f', {{{keywords}}}' if keywords else ''})"]
 
 
 def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
@@ -262,9 +280,11 @@ def _errors(operator: Operator) -> list[str]:
         "",
     ]
     dtypes = "float64, float32, bfloat16 or float16"
+    keywords = ", sample.kwargs" if operator.schema.keyword_only else ""
     for place, each in enumerate(operator.schema.arguments):
         operand = operator.operands.get(each.name)
         if operand is None:
+            lines += [f"yield {_one_too_many(place, each, keywords)}"] if each.is_list else []
             continue
         name, like = (f"{x.name}[0]" if x.is_list else x.name for x in (operand, first))
         if operand is first:
@@ -275,36 +295,97 @@ def _errors(operator: Operator) -> list[str]:
             wrong, message = "to(torch.int16)", f"{name} to be {operand.dtype}, but got int16"
         argument = f"[x.{wrong} for x in sample.args[{place}]]" if operand.is_list else f"sample.args[{place}].{wrong}"
         given = f"with_argument({place}, {argument})"
-        lines.append(f'yield ErrorSample({given}, f"{{op}} {message}")')
+        lines.append(f'yield ErrorSample({given}, f"{{op}} {message}"{keywords})')
+    return lines + (_errors_of_out(operator) if operator.schema.has_out else [])
+
+
+def _errors_of_out(operator: Operator) -> list[str]:
+    """Returns the statements that yield ErrorSamples with outputs of another dtype or shape."""
+    lines = [f"outs = as_tuple(extension_cpp.{operator.name}(*sample.args, **sample.kwargs))"]
+    for place, each in enumerate(operator.results.values()):
+        out = f"outs[{place}]"
+        dtypes = f"float32 like {operator.first}, but got float64", f"{each.dtype}, but got complex64"
+        shape = f"of shape {{[*{out}.shape]}} like the result, but got {{[1, *{out}.shape]}}"
+        of_dtype = ("double()", dtypes[0]) if each.dtype == "same" else ("cfloat()", dtypes[1])
+        for wrong, message in ((f"{out}.{of_dtype[0]}", f"to be {of_dtype[1]}"), (f"{out}[None]", shape)):
+            given = f"(*outs[:{place}], {wrong}, *outs[{place + 1} :])" if len(operator.results) > 1 else wrong
+            keywords = f'sample.kwargs | {{"out": {given}}}'
+            lines.append(f'yield ErrorSample(sample.args, f"{{op}} {each.name} {message}", {keywords})')
     return lines
+
+
+def _one_too_many(place: int, numbers: Argument, keywords: str) -> str:
+    """Returns the Python expression of an ErrorSample with more numbers than the list may have."""
+    most = int(numbers.length or MOST)
+    values = f"{_tuple([VALUES[numbers.type]])} * {most + 1}"
+    expected = f"{numbers.name} to have {'' if numbers.length else 'at most '}{most} value{'s' * (most != 1)}"
+    if numbers.keyword_only:
+        given, keywords = "sample.args", f'{keywords} | {{"{numbers.name}": {values}}}'
+    else:
+        given = f"with_argument({place}, {values})"
+    return f'ErrorSample({given}, f"{{op}} {expected}, but got {most + 1}"{keywords})'
 
 
 def test(operator: Operator) -> str:
     """Returns the test file. Its test checks that the results of a call have the dtypes in `operator`."""
     text = f'"""Tests properties that only {operator.name} has. tests/battery tests what every op must have."""\n\n'
     text += "import pytest\nimport torch\n\nimport extension_cpp\n"
+    text += "from tests.checks import as_tuple, with_layout\n" if operator.schema.has_out else ""
     text += f"from tests.specs.{operator.name} import sample_inputs\n\n\n"
     text += (
         '@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)\n'
     )
     text += "def test_dtypes(dtype: torch.dtype, device: str) -> None:\n"
+    keywords = ", **sample.kwargs" if operator.schema.keyword_only else ""
     text += body(
         [
             '"""Each result has its dtype, for inputs of any."""',
             f"x = torch.ones({_rank(operator)}, device=device, dtype=dtype)",
             "sample = next(sample_inputs(x.new_ones, x.shape))",
-            f"results = extension_cpp.{operator.name}(*sample.args)",
+            f"results = extension_cpp.{operator.name}(*sample.args{keywords})",
         ]
     )
+    return text + _assertion(operator) + (_test_of_out(operator) if operator.schema.has_out else "")
+
+
+def _test_of_out(operator: Operator) -> str:
+    """Returns the test of the argument `out`, which may also be the first argument if a result is like that one."""
+    results, call = [*operator.results.values()], f"extension_cpp.{operator.name}(*sample.args, **sample.kwargs"
+    out = "tuple(outs)" if len(results) > 1 else "outs[0]"
+    lines = [
+        '"""A call with `out` writes into tensors of any strides, counts their versions, and returns them."""',
+        f"x = torch.rand({_rank(operator)}, device=device)",
+        "sample = next(sample_inputs(lambda shape: torch.rand(shape, device=device), x.shape))",
+        f"expected = as_tuple({call}))",
+        "outs = [with_layout(torch.ones_like(y), layout) for y in expected]",
+        "strides, versions = [y.stride() for y in outs], [y._version for y in outs]",
+        f"out = {out}",
+        f"assert {call}, out=out) is out",
+        "assert all(map(torch.equal, outs, expected)) and [y.stride() for y in outs] == strides",
+        "assert all(y._version > version for y, version in zip(outs, versions, strict=True))",
+        f"keywords = sample.kwargs | dict(zip({_quoted([*operator.results])}, outs, strict=True))",
+        f"torch.library.opcheck(torch.ops.extension_cpp.{operator.name}.out, sample.args, keywords)",
+    ]
+    for place, each in enumerate(results):
+        if each.shape == operator.first and each.dtype == "same":
+            lines += [f"outs[{place}] = sample.args[0]", f"{call}, out={out})"]
+            lines.append("assert all(map(torch.equal, outs, expected))")
+            break
+    text = '\n\n@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])\n'
+    return text + "def test_out(layout: str, device: str) -> None:\n" + body(lines)
+
+
+def _assertion(operator: Operator) -> str:
+    """Returns the last line of the test of dtypes."""
     if not operator.results:
-        return text + body(["assert results is None"])
+        return body(["assert results is None"])
     if operator.schema.gives_lists:
         many = f"({'results,' if len(operator.results) == 1 else '*results,'})"
         expected = f"[{', '.join(f'[{each}] * 2' for each in _dtypes_of_results(operator)[1:-1].split(', '))}]"
-        return text + body([f"assert [[x.dtype for x in each] for each in {many}] == {expected}"])
+        return body([f"assert [[x.dtype for x in each] for each in {many}] == {expected}"])
     if len(operator.results) == 1:
-        return text + body([f"assert results.dtype == {_dtypes_of_results(operator)[1:-1]}"])
-    return text + body([f"assert [x.dtype for x in results] == {_dtypes_of_results(operator)}"])
+        return body([f"assert results.dtype == {_dtypes_of_results(operator)[1:-1]}"])
+    return body([f"assert [x.dtype for x in results] == {_dtypes_of_results(operator)}"])
 
 
 def _options(operator: Operator) -> list[Argument]:
@@ -314,17 +395,22 @@ def _options(operator: Operator) -> list[Argument]:
 
 def _with_options(operator: Operator) -> str:
     """Returns the text of with_options(), a function of the spec that makes a call with given values of options."""
-    names = ", ".join(f'"{each.name}"' for each in operator.schema.arguments)
+    names = _quoted([each.name for each in operator.schema.positional])
+    keywords = operator.schema.keyword_only
     text = "def with_options(make, shape, chosen):\n"
     text += body(["sample = next(sample_inputs(make, shape))  # with every optional tensor"])
-    text += body([f"args = dict(zip(({names}), sample.args, strict=True))"])
+    text += body([f"args = dict(zip({names}, sample.args, strict=True)){' | sample.kwargs' * bool(keywords)}"])
     texts = []
     for each in _options(operator):
         if each.is_tensor:
             texts.append(f'"{each.name}": args["{each.name}"] if "{each.name}" in chosen else None')
         else:
             texts.append(f'"{each.name}": chosen.get("{each.name}", args["{each.name}"])')
-    return text + body([f"args |= {{{', '.join(texts)}}}", "return Sample(tuple(args.values()))"])
+    text += body([f"args |= {{{', '.join(texts)}}}"])
+    popped = ", ".join(f'"{each.name}": args.pop("{each.name}")' for each in keywords)
+    named = ", keywords" if keywords else ""
+    text += body([f"keywords = {{{popped}}}"] if keywords else [])
+    return text + body([f"return Sample(tuple(args.values()){named})"])
 
 
 def _dtypes_of_results(operator: Operator) -> str:

@@ -24,6 +24,7 @@ C_TYPES = {
     "uint8": "uint8_t",
     "bool": "bool",
 }
+MOST = 16  # the most values of a list of numbers, which kernels get in an array of their argument struct
 DIFFERENTIABLE = ("same", "float64", "float32")
 VECTORS = ("weight", "bias", "gamma", "beta", "scale")  # a tensor of such a name has one element for each column
 MASK, INDEX = re.compile(r"(.*_)?mask"), re.compile(r"(.*_)?(index|indices|ids?|target)")
@@ -129,7 +130,10 @@ def describe(
     if work == "rows" and not operands[names[0]].shape:
         operands[names[0]].shape = "[*, n]"
     given = pairs(shapes, "--shape", list(schema.results))
-    results = {name: Operand(name, dtype.get(name, "same"), given.get(name, names[0])) for name in schema.results}
+    results = {
+        name: Operand(name, dtype.get(name, "same"), given.get(name, names[0]), is_written=schema.has_out)
+        for name in schema.results
+    }
     operator = Operator(schema, operands, results, list(grads or []), list(saved if saved is not None else names), work)
     _check_names(operator)
     _check_roles_of_lists(operator)
@@ -155,6 +159,7 @@ RESERVED = {
     "inputs",
     "items",
     "j",
+    "keyword_only_inputs",
     "make",
     "match",
     "number",
@@ -177,6 +182,7 @@ def _check_names(operator: Operator) -> None:
     tensors = [*operator.operands, *operator.results]
     made = [*names, *sizes, *(f"{name}_{end}" for name in tensors for end in ("numel", "dense", "sizes"))]
     made += [f"grad_{name}" for name in tensors]
+    made += [f"{each.name}_count" for each in operator.schema.number_lists]
     twice = next((name for name in made if made.count(name) > 1), None)
     if twice is not None:
         raise CannotMake(
@@ -236,13 +242,17 @@ def _pattern(role: str, name: str) -> str:
 
 def _check_supported(schema: Schema) -> None:
     for each in schema.arguments:
-        if each.keyword_only:
-            raise CannotMake(
-                f"{each.name} is a keyword-only argument: write the schema without *, as Python names it, too"
-            )
-        if each.is_list and (not each.is_tensor or each.is_optional):
-            raise CannotMake(f"{each.name} is {each.kind}: of lists `new --schema` writes Tensor[] alone")
+        if each.keyword_only and each.is_tensor:
+            raise CannotMake(f"expected {each.name} before the *, because autograd takes tensors only by position")
+        if each.is_list and each.is_tensor and each.is_optional:
+            raise CannotMake(f"{each.name} is {each.kind}: of lists of tensors `new --schema` writes Tensor[] alone")
+        if each.is_list and not 0 < int(each.length or MOST) <= MOST:
+            raise CannotMake(f"expected {each.name} to have at most {MOST} values, but got {each.kind}")
+    if schema.has_out and (schema.has_lists or any(each.is_written for each in schema.tensors)):
+        raise CannotMake("expected the overload .out of an operator without lists of tensors that writes no argument")
     _check_lists(schema)
+    if schema.has_out and schema.argument("out"):
+        raise CannotMake("expected another name than out, which Python gives to the tensors of the overload .out")
     if not schema.tensors or schema.tensors[0].is_optional:
         raise CannotMake("expected a first tensor that is not optional")
     if any(each.is_written for each in schema.tensors) == bool(schema.results):
@@ -390,11 +400,25 @@ def _index(node: ast.expr, expression: str) -> int:
     return value if type(value) is int else _fail_shape(ast.unparse(node), expression)
 
 
+def _is_list_of_sizes(part: Part, operator: Operator, what: str) -> bool:
+    """Returns whether a part of a result's shape, or of the work items, names values of an argument SymInt[]."""
+    argument = next((each for each in operator.schema.number_lists if each.name == part.tensor), None)
+    if argument is None or argument.type != "SymInt" or argument.is_optional:
+        return False
+    length = int(argument.length or 0)
+    if part.is_size and part.begin is not None and not -length <= part.begin < length:
+        got = f"{part.tensor}[{part.begin}] of {argument.kind}"
+        raise CannotMake(f"expected {what} to name a value that is there, as k[1] of SymInt[2] k, but got {got}")
+    return not what.startswith("the size of")
+
+
 def _check_unknown_size(operator: Operator) -> None:
     if not operator.work.startswith("items="):
         raise CannotMake(
             "expected --work items=... with a size of ?, because the results cannot tell how much there is"
         )
+    if operator.schema.has_out:
+        raise CannotMake("expected no overload .out with a size of ?, because the caller could not allocate it")
     if operator.grads:
         raise CannotMake("expected no --grad with a size of ?: backward could not check the shape of its gradient")
 
@@ -408,18 +432,19 @@ def _check_shape(expression: str, operator: Operator, what: str, before: list[st
     for part in parts(expression, operator):
         if part.tensor:
             operand = operator.operands.get(part.tensor)
-            if part.tensor not in before and (operand is None or operand.is_optional):
+            is_known = operand is not None and not operand.is_optional
+            if part.tensor not in before and not is_known and not _is_list_of_sizes(part, operator, what):
                 raise CannotMake(
                     f"expected {what} to name tensors of the schema that are not optional, or results before it, "
                     f"but got '{part.tensor}'"
                 )
             continue
         argument = operator.schema.argument(part.number)
-        if part.number.isdigit() or (argument is not None and argument.type == "SymInt"):
+        if part.number.isdigit() or (argument is not None and argument.kind == "SymInt"):
             continue
         if part.number == "?" and what.startswith("the shape of"):
             _check_unknown_size(operator)
             continue
-        got = f"'{part.number}'" if argument is None else f"{argument.type} {part.number}"
+        got = f"'{part.number}'" if argument is None else f"{argument.kind} {part.number}"
         hint = "; write SymInt, because an int compiles again for each size" if "int " in got else ""
         raise CannotMake(f"expected {what} to name SymInt arguments, but got {got}{hint}")

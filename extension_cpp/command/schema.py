@@ -5,7 +5,9 @@ topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import CannotMake
 
@@ -31,6 +33,7 @@ class Argument:
     type: str  # one of TYPES
     is_optional: bool = False
     is_list: bool = False
+    length: str = ""  # how many values a list of numbers must have: "2" for int[2], "" for int[]
     is_written: bool = False  # Tensor(a!)
     default: str | None = None  # its text in the schema: "None", "1", "1e-05", "True", "[1, 2]"
     keyword_only: bool = False
@@ -43,12 +46,23 @@ class Argument:
     def kind(self) -> str:
         """Returns the type as in a schema, such as "int?". A written tensor has "(!)", where a schema has "(a!)"."""
         written = "(!)" if self.is_written else ""
-        return f"{self.type}{written}{'[]' if self.is_list else ''}{'?' if self.is_optional else ''}"
+        return f"{self.type}{written}{f'[{self.length}]' if self.is_list else ''}{'?' if self.is_optional else ''}"
 
     @property
     def text(self) -> str:
         """Returns the argument as in a schema: its type as in `kind`, its name and its default."""
-        return f"{self.kind} {self.name}" + ("" if self.default is None else f"={self.default}")
+        default = (
+            str([*self.value]) if self.is_list and self.value is not None else self.default
+        )  # as PyTorch prints it
+        return f"{self.kind} {self.name}" + ("" if default is None else f"={default}")
+
+    @property
+    def value(self) -> Any:
+        """Returns the default: a number, a tuple of numbers or None. int[2] x=1 is short for int[2] x=[1, 1]."""
+        value = ast.literal_eval(self.default or "None")
+        if not self.is_list or value is None:
+            return value
+        return tuple(value) if isinstance(value, list) else (value,) * int(self.length or 0)
 
 
 @dataclass(frozen=True)
@@ -57,10 +71,12 @@ class Schema:
     arguments: tuple[Argument, ...]
     results: tuple[str, ...]  # the names of the results; a single result without a name is "out"
     gives_lists: bool = False  # each result is a list of tensors
+    has_out: bool = False  # there is also an overload .out, which writes the results into given tensors
 
     @property
     def has_lists(self) -> bool:
-        return self.gives_lists or any(each.is_list for each in self.arguments)
+        """Returns whether an argument or a result is a list of tensors."""
+        return self.gives_lists or any(each.is_list for each in self.tensors)
 
     @property
     def tensors(self) -> list[Argument]:
@@ -68,7 +84,27 @@ class Schema:
 
     @property
     def numbers(self) -> list[Argument]:
+        """Returns the arguments that are numbers or lists of numbers."""
         return [each for each in self.arguments if not each.is_tensor]
+
+    @property
+    def keyword_only(self) -> list[Argument]:
+        return [each for each in self.arguments if each.keyword_only]
+
+    @property
+    def positional(self) -> list[Argument]:
+        return [each for each in self.arguments if not each.keyword_only]
+
+    def listed(self, texts: Iterable[str], *outs: str) -> str:
+        """Joins texts, one for each argument, and those of outputs. A "*" stands before the keyword-only ones."""
+        found = [*texts]
+        if self.keyword_only or outs:
+            found.insert(len(self.positional), "*")
+        return ", ".join([*found, *outs])
+
+    @property
+    def number_lists(self) -> list[Argument]:
+        return [each for each in self.numbers if each.is_list]
 
     def argument(self, name: str) -> Argument | None:
         return next((each for each in self.arguments if each.name == name), None)
@@ -123,9 +159,10 @@ def parse(text: str) -> Schema:
     """
     reader = _Reader(text)
     name = reader.name("the operator's name")
-    if reader.accept("."):
+    overload = reader.name("the overload's name") if reader.accept(".") else ""
+    if overload not in ("", "out"):
         raise CannotMake(
-            f"{name}.{reader.peek()} is an overload, which `new --schema` does not write: make {name}, and add the "
+            f"{name}.{overload} is an overload, of which `new --schema` writes .out alone: make {name}, and add the "
             "overload's DEF, impl and register by hand"
         )
     reader.expect("(")
@@ -143,7 +180,20 @@ def parse(text: str) -> Schema:
     if reader.peek():
         raise reader.fail("the end of the schema")
     _check_defaults(arguments)
-    return Schema(name, tuple(arguments), results, gives_lists)
+    schema = Schema(name, tuple(arguments), results, gives_lists)
+    return _with_out(schema) if overload else schema
+
+
+def _with_out(overload: Schema) -> Schema:
+    """Returns the schema of an operator, given that of its overload .out, which has the results as arguments."""
+    outs = [each for each in overload.arguments if each.is_written]
+    fits = all(each.keyword_only and each.kind == "Tensor(!)" for each in outs)
+    if not outs or not fits or overload.results:
+        raise CannotMake(
+            f"expected {overload.name}.out(..., *, Tensor(a!) out) -> (), with more such tensors if need be"
+        )
+    others = tuple(each for each in overload.arguments if each not in outs)
+    return Schema(overload.name, others, tuple(each.name for each in outs), has_out=True)
 
 
 def _check_defaults(arguments: list[Argument]) -> None:
@@ -156,10 +206,12 @@ def _check_defaults(arguments: list[Argument]) -> None:
                 raise CannotMake(f"expected a default for {each.name}, because {before} before it has one")
             continue
         before = each.name
-        value = ast.literal_eval(each.default)
-        fits = each.is_optional if value is None else each.is_list or type(value) in kinds.get(each.type, ())
+        values = each.value if each.is_list else [each.value]
+        fits = each.is_optional if each.value is None else all(type(x) in kinds.get(each.type, ()) for x in values)
+        if each.is_list and each.value is not None:
+            fits &= len(values) == int(each.length) if each.length else each.default[0] == "["
         if not fits:
-            raise CannotMake(f"expected a default of {each.type} for {each.name}, but got {each.default}")
+            raise CannotMake(f"expected a default of {each.kind.rstrip('?')} for {each.name}, but got {each.default}")
 
 
 def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:
@@ -170,37 +222,40 @@ def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:
     if is_written:
         reader.take()
     is_list = re.fullmatch(r"\[\d*\]", reader.peek()) is not None
-    if is_list:
-        reader.take()
+    length = reader.take()[1:-1] if is_list else ""
     is_optional = reader.accept("?")
     if reader.peek() in taken:
         raise reader.fail("a name that no other argument has")
     name = reader.name("the argument's name")
     default = _default(reader) if reader.accept("=") else None
-    return Argument(name, kind, is_optional, is_list, is_written, default, keyword_only)
+    return Argument(name, kind, is_optional, is_list, length, is_written, default, keyword_only)
 
 
 def _default(reader: _Reader) -> str:
     if not reader.accept("["):
-        word = reader.take()
-        try:
-            ast.literal_eval(word)
-        except (SyntaxError, ValueError):
-            reader.at -= len(word)
-            raise reader.fail("a default value") from None
-        return word
+        return _value(reader)
     words: list[str] = []
     while not reader.accept("]"):
         if words:
             reader.expect(",")
-        words.append(reader.take())
+        words.append(_value(reader))
     return f"[{', '.join(words)}]"
+
+
+def _value(reader: _Reader) -> str:
+    word = reader.take()
+    try:
+        ast.literal_eval(word)
+    except (SyntaxError, ValueError):
+        reader.at -= len(word)
+        raise reader.fail("a default value") from None
+    return word
 
 
 def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
     """Returns the names of the results, and whether each result is a list of tensors."""
     if not reader.accept("("):
-        reader.expect("Tensor")
+        _expect_tensor(reader)
         is_list = reader.accept("[]")
         return (reader.take() if reader.peek() else "out",), is_list
     names: list[str] = []
@@ -208,9 +263,18 @@ def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
     while not reader.accept(")"):
         if names:
             reader.expect(",")
-        reader.expect("Tensor")
+        _expect_tensor(reader)
         are_lists.add(reader.accept("[]"))
         names.append(reader.name("the result's name"))
     if len(are_lists) > 1:
         raise CannotMake("expected results that are all tensors or all lists of tensors")
     return tuple(names), True in are_lists
+
+
+def _expect_tensor(reader: _Reader) -> None:
+    reader.expect("Tensor")
+    if re.fullmatch(r"\(\w+!\)", reader.peek()):
+        raise CannotMake(
+            "expected -> () of an operator that writes, because torch.compile in PyTorch 2.10 takes none that returns "
+            "an argument; the Python function of an overload .out returns it"
+        )

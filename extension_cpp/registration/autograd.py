@@ -25,7 +25,7 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
-from .calls import CASTING, DIRECT, NO_GRAD, overload_of, overloads_of
+from .calls import CASTING, DIRECT, NO_GRAD, by_position, defaults_of, overload_of, overloads_of
 from .lists import FunctionOfLists, is_list, list_places, one_by_one
 
 
@@ -70,14 +70,12 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     results, the last ones are dropped.
     """
     op = qualified(op)
-    defaults = tuple(
-        argument.default_value for argument in overload_of(op)._schema.arguments if not argument.kwarg_only
-    )
+    defaults, keyword_defaults = defaults_of(overload_of(op))
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def fake(*args: Any, **keywords: Any) -> Any:
-            return function(*args, *defaults[len(args) :], **keywords)
+            return function(*args, *defaults[len(args) :], **keyword_defaults | keywords)
 
         torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
         for overload in overloads_of(op):
@@ -286,8 +284,7 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
     dispatch keys and the keyword arguments come as one last argument, a pair, whose gradient is always None.
     """
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
-    keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
-    keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
+    keyword_defaults = defaults_of(op)[1]
     below_autograd = next(iter(overloads_of(op._schema.name)), None)  # None: the operator has no such overload
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -304,7 +301,7 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
         if distributed is not None:
             ctx.mesh = next((x.device_mesh for x in inputs if is_sharded(x)), None)
         if setup_context is not None:
-            given = {"keyword_only_inputs": keyword_defaults | keywords} if keyword_only else {}
+            given = {"keyword_only_inputs": keyword_defaults | keywords} if keyword_defaults else {}
             setup_context(ctx=ctx, inputs=inputs, output=output, **given)
         return output
 
@@ -342,22 +339,39 @@ def _direct_function(op: Any, backward: Callable[..., Gradients], setup_context:
     Its forward returns the results that the no-grad overload has. The operator's other results are only saved, and
     backward gets None as their gradients.
     """
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    keyword_only = [*defaults_of(op)[1]]
     overloads = overloads_of(op._schema.name)
-    below_autograd, count = overloads[0], len(overloads[-1]._schema.returns)
+    below_autograd, count = by_position(overloads[0]), len(overloads[-1]._schema.returns)
     in_order = _in_order(op, backward, names)
+    setup = _setup_by_position(setup_context, len(names), keyword_only) if keyword_only else setup_context
+    no_gradients = (None,) * len(keyword_only)
     beyond = (None,) * (len(op._schema.returns) - count)
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = below_autograd(*args)
-        if setup_context is not None:
-            setup_context(ctx, args, output)
+        if setup is not None:
+            setup(ctx, args, output)
         return output if not beyond else output[0] if count == 1 else output[:count]
 
     def backward_of_function(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return tuple(in_order(ctx, *grads, *beyond))
+        return tuple(in_order(ctx, *grads, *beyond)) + no_gradients
 
     return _new_function(op, forward, backward_of_function)
+
+
+def _setup_by_position(
+    setup_context: Callable[..., Any] | None, count: int, keyword_only: list[str]
+) -> Callable[..., None]:
+    """Makes a setup_context that gets the keyword-only arguments as inputs, after the first `count`."""
+
+    def setup(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
+        ctx.needs_input_grad = ctx.needs_input_grad[:count]
+        if setup_context is not None:
+            keywords = dict(zip(keyword_only, args[count:], strict=True))
+            setup_context(ctx, args[:count], output, keyword_only_inputs=keywords)
+
+    return setup
 
 
 def _autograd_kernel(
@@ -369,7 +383,7 @@ def _autograd_kernel(
     node = _function_of(op, backward, setup_context)
     if overloads_of(op._schema.name):
         DIRECT[op._schema.name] = _direct_function(op, backward, setup_context)
-    defaults = tuple(argument.default_value for argument in op._schema.arguments if not argument.kwarg_only)
+    defaults, keyword_defaults = defaults_of(op)
     lists = list_places(op)
 
     def apply(*args: Any) -> Any:
@@ -387,7 +401,7 @@ def _autograd_kernel(
             if not (torch._C._len_torch_dispatch_stack() or any(map(_is_batched, each))):
                 with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
                     op.redispatch(keys, *args, **keywords)  # only for the operator's checks
-            return plain(*args, *defaults[len(args) :], **keywords)
+            return plain(*args, *defaults[len(args) :], **keyword_defaults | keywords)
         if torch.is_grad_enabled():
             for arg in each:
                 if isinstance(arg, Tensor) and arg.requires_grad:

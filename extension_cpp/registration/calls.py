@@ -48,7 +48,7 @@ NO_GRAD, ALL_RESULTS = "_no_grad", "_all_results"
 
 
 def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
-    """Returns a function for each operator that has a no-grad overload. The functions take arguments by position.
+    """Returns a function for each operator that has a no-grad overload. The functions take all arguments by position.
 
     Under no_grad a function calls the overload, unless a graph records the call. If the operator has more results than
     the overload, the function never returns the additional ones.
@@ -68,6 +68,23 @@ def overload_of(op: str) -> Any:
     namespace, name = op.split("::")
     name, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def defaults_of(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns an operator's defaults, and those of its keyword-only arguments by name. None stands where there is no
+    default."""
+    arguments = op._schema.arguments
+    by_name = {argument.name: argument.default_value for argument in arguments if argument.kwarg_only}
+    return tuple(argument.default_value for argument in arguments if not argument.kwarg_only), by_name
+
+
+def by_position(op: Any) -> Callable[..., Any]:
+    """Returns a function that calls an operator and takes all arguments by position, the keyword-only ones last."""
+    names = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    if not names:
+        return op
+    count = len(op._schema.arguments) - len(names)
+    return lambda *args: op(*args[:count], **dict(zip(names, args[count:], strict=False)))
 
 
 def without_suffix(name: str) -> str:
@@ -162,15 +179,16 @@ def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
     count = len(no_grad._schema.returns)
     all_results = count == len(op._schema.returns)
     lists = list_places(op)
+    call_op, call_no_grad = by_position(op), by_position(no_grad)
 
     def call(*args: Any) -> Any:
         try:
             requires_grad = _requires_grad(name, one_by_one(args, lists) if lists else args)
             if requires_grad is False:
-                return no_grad(*args)
+                return call_no_grad(*args)
             if requires_grad and name in DIRECT:
                 return DIRECT[name].apply(*args, *defaults[len(args) :])
-            results = op(*args)
+            results = call_op(*args)
         except Exception:
             checks.check_tensors(op._schema, args)
             raise

@@ -92,6 +92,12 @@ class Match:
         expected = f"expected {name} of shape {list(sizes)} like {like}"
         checks.check_sizes(self.op, x.shape, sizes, f"{expected}, but got {list(x.shape)}")
 
+    def length(self, name: str, numbers: Sequence[Any] | None, least: int, most: int) -> None:
+        """Fails unless a list of numbers has from `least` to `most` values. None is not checked."""
+        got = least if numbers is None else len(numbers)
+        expected = f"expected {name} to have {'' if least == most else 'at most '}{most} value{'s' * (most != 1)}"
+        checks.check(self.op, least <= got <= most, f"{expected}, but got {got}")
+
     def size(self, name: str) -> Any:
         """Returns the size, or the product of the sizes, that a name or * in the shape patterns stands for."""
         return math.prod(self.bound[name].sizes)

@@ -56,6 +56,12 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
     return calls
 
 
+def can_be_traced(spec: OpSpec) -> bool:
+    """Returns whether torch.jit.trace can record the op. It raises an error for an argument bool[]."""
+    schema = overload_of(f"extension_cpp::{spec.name}")._schema
+    return not any("List[bool]" in str(argument.type) for argument in schema.arguments)
+
+
 def with_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
     """Returns an operator and its no-grad overloads, which have no Autograd kernel, if the operator has them."""
     name = without_suffix(op._schema.name)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from extension_cpp.registration import calls
-from tests.battery import every_differentiable_op, profiled
+from tests.battery import can_be_traced, every_differentiable_op, profiled
 from tests.checks import as_tuple, leaves, maker, random_grad
 from tests.opspec import OpSpec, Sample
 
@@ -235,7 +235,7 @@ def test_transforms_and_graphs_see_the_operator(spec: OpSpec, device: str) -> No
         if not spec.positional:
             torch.vmap(function)(*(torch.stack([x.detach()] * 2).requires_grad_() for x in tensors))
         graph_of = make_fx(function)(*tensors)
-        if not spec.positional:
+        if not spec.positional and can_be_traced(spec):
             torch.jit.trace(function, tuple(tensors), check_trace=False)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             function(*(mode.from_tensor(x.detach()).requires_grad_() for x in tensors))

@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from extension_cpp.registration.calls import by_position
 from tests.battery import calls_of_every_order, every_dtype, every_op, fake_mode, with_overloads
 from tests.checks import as_tuple, maker
 from tests.opspec import DTYPES, OpSpec
@@ -19,7 +20,8 @@ VALUES = [*LIMITS, 1e5, 1e-40, 1e-310, 0.0, 1.0, -0.5, math.inf, math.nan]
 def outcome(op: Any, args: tuple[Any, ...]) -> Any:
     """Calls the operator. Returns the shapes, dtypes and strides of its results, or the message of a RuntimeError."""
     try:
-        return [(tuple(x.shape), x.dtype, x.stride()) for x in as_tuple(op(*args))]
+        results = tree_leaves(as_tuple(by_position(op)(*args)))
+        return [(tuple(x.shape), x.dtype, x.stride()) for x in results]
     except RuntimeError as error:
         return str(error)
 
@@ -31,10 +33,10 @@ def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtyp
     values as the kernel. The no-grad overloads have the same checks and are tested in float16 only."""
     seen: set[tuple[str, str]] = set()
     for sample in spec.sample_inputs(maker(device, dtype), (3, 5)):
-        for called, given, _ in calls_of_every_order(spec, sample, "contiguous").made:
+        for called, given, keywords in calls_of_every_order(spec, sample, "contiguous").made:
             arguments = called._schema.arguments
             args = [*tree_map_only(torch.Tensor, torch.Tensor.detach, given)]
-            args += [argument.default_value for argument in arguments[len(args) :]]
+            args += [keywords.get(argument.name, argument.default_value) for argument in arguments[len(args) :]]
             mode = fake_mode(spec)
             fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
             for i, argument in enumerate(arguments):

@@ -219,6 +219,14 @@ void Match::sizes(const char *name, const Tensor &x, Sizes sizes, const char *li
   }
 }
 
+void Match::length(const char *name, size_t length, size_t least, size_t most) const {
+  if (length < least || length > most) {
+    fail(op_, std::string("expected ") + name + " to have " + (least == most ? "" : "at most ") +
+                  std::to_string(most) + (most == 1 ? " value" : " values") + ", but got " +
+                  std::to_string(length));
+  }
+}
+
 void Match::index(const char *name, const Tensor &x, int64_t n) const {
   if (!x.is_cpu() || x.numel() == 0) return;
   const Tensor numbers = as_contiguous(x);

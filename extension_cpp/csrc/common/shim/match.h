@@ -65,6 +65,9 @@ class Match {
   // Fails unless x has these sizes. The error message calls them the sizes of the result `like`.
   void sizes(const char *name, const Tensor &x, Sizes sizes, const char *like) const;
 
+  // Fails unless a list of numbers, which has `length` values, has from `least` to `most` of them.
+  void length(const char *name, size_t length, size_t least, size_t most) const;
+
   // Returns the dtype of the first tensor, which must be floating point.
   dtype_t dtype() const { return check_dtype(op_, given_[0].name, *given_[0].tensor); }
 
