@@ -293,7 +293,11 @@ def test_sizes_may_be_symbolic() -> None:
         matched("weight", weight, match.SAME, "[n]")
         return x.new_empty(x.shape)
 
-    compiled = torch.compile(scale, fullgraph=True, dynamic=True, backend="aot_eager")
+    # A function of its own, because scale's code is PyTorch's, which other tests compile, too.
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return scale(x, weight)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows, n in ((2, 3), (5, 7)):
             assert compiled(zeros(rows, n), zeros(n)).shape == (rows, n)

@@ -85,6 +85,7 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor(a!)[] x, Tensor(b!) y) -> ()"], "expected y to be a list, because each of the launches would"),
         (["f(Tensor[] x) -> Tensor[]", "--grad", "x"], "the template 'tensors' has such gradients"),
         (["f(Tensor[] x) -> Tensor[]", "--role", "x=[n]"], "beside lists, but got [n] of x"),
+        (["f(Tensor[] x, Tensor[] y) -> Tensor[]", "--role", "y=any"], "beside lists, but got any of y"),
         (["f(Tensor[] x) -> Tensor[]", "--shape", "out=[x[0]]"], "the shape of out to be a list of x, but got [x[0]]"),
         (["f(Tensor[] x) -> Tensor[]", "--work", "rows"], "expected --work flat with lists, but got rows"),
         (["f(Tensor x) -> Tensor", "--shape", "out=[?]"], "expected --work items=... with a size of ?"),

@@ -208,11 +208,14 @@ def _check_roles_of_lists(operator: Operator) -> None:
     lists = [each.name for each in operator.operands.values() if each.is_list]
     for each in operator.operands.values():
         relation, _, of = each.shape.rpartition(" ")
-        fits = each.shape == "" or (each.is_list and relation == "like" and of in lists)
+        # Each launch takes one tensor of every list, so all lists have the length of the first.
+        is_alike = each.is_list and relation == "like" and of in lists
+        fits = is_alike or (each.shape == "" and each.name not in lists[1:])
         if not fits or each.below:
-            got = each.shape or f"index:{each.below}"
+            got = f"index:{each.below}" if each.below else each.shape or "any"
             raise CannotMake(
-                f"expected the role any or, of lists, like:LIST beside lists, but got {got} of {each.name}"
+                f"expected the role any, or like:LIST of a list after the first, beside lists, but got {got} of "
+                f"{each.name}"
             )
     for each in operator.results.values():
         if each.shape not in lists:
