@@ -107,7 +107,8 @@ class Contender:
     forward: Callable[..., Any]  # the model, or the compiled model
     inputs: dict[str, torch.Tensor]
     optimizer: torch.optim.Optimizer  # all contenders share its weights
-    patches: dict[str, Any] = field(default_factory=dict)  # attributes of the model's module to replace while it runs
+    # Attributes to replace, while the model runs, in the Python module that defines the model's class.
+    patches: dict[str, Any] = field(default_factory=dict)
 
     def loss(self) -> torch.Tensor:
         """Returns the loss with the present weights, and leaves the gradients of its backward."""

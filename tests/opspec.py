@@ -94,7 +94,7 @@ class Terms:
 
     size: Tensor  # the sum of the terms' absolute values; broadcasts to the shape of the result
     c: float = 4.0  # how often a term and the partial sums that contain it are rounded
-    saved: Tensor | float = 0.0  # the change of a gradient by rounding those outputs of forward that backward reads
+    saved: Tensor | float = 0.0  # how much a gradient changes if the outputs that backward reads are rounded
     rounded: Tensor | float = 0.0  # the change of the result by rounding other intermediate numbers
 
 

@@ -109,7 +109,8 @@ def test_rotary_pos_emb(unsqueeze_dim, device) -> None:
 
 
 def test_layers_are_what_kernels_accepts() -> None:
-    """The layers have no constructor and define no members except for the two flags that `kernels` reads."""
+    """The layers have no constructor, and add no names to those of nn.Module except for the two flags that Hugging
+    Face's package `kernels` reads."""
     own = layers._Layer.__subclasses__()
     assert len(own) == 10 and {layer.__module__ for layer in own} == {layers.__name__}
     for layer in own:

@@ -65,8 +65,8 @@ def test_as_phi_and_gpt_neox(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_cohere_and_gpt_j(dtype: torch.dtype, device: str) -> None:
-    """With interleaved=True the op rotates adjacent elements, as Cohere and GPT-J do. Their cos and sin have each
-    factor twice."""
+    """With interleaved=True the op rotates adjacent elements, as Cohere and GPT-J do. Cohere's cos and sin
+    have each number twice in a row. GPT-J's function takes each number once, and repeats it."""
     from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
     from transformers.models.gptj import modeling_gptj
 

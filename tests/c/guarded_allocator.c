@@ -15,7 +15,7 @@ int cudaDeviceSynchronize(void);
 
 static long damaged;
 
-/* Returns how many blocks have had changed guard bytes when they were freed. */
+/* Returns how many blocks had changed guard bytes when they were freed. */
 long guarded_damaged(void) { return damaged; }
 
 void *guarded_malloc(ptrdiff_t size, int device, void *stream) {

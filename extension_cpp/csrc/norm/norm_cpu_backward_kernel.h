@@ -14,7 +14,7 @@ typedef struct {
  * which variant it has, because a loop for each variant would be much code. */
 typedef struct {
   const norm_backward_args *args;
-  ACC *weight_sums, *bias_sums; /* sums over the last FLUSH_ROWS rows; NULL if not needed */
+  ACC *weight_sums, *bias_sums; /* over the rows since the last flush; NULL if not needed */
   int needs, stream, drops_y;
   ahead_t x_ahead, grad_out_ahead, grad_sum_ahead;
   /* Members for the current row. */

@@ -290,8 +290,10 @@ inline int64_t row_units(const Problem &p, int64_t unit, int64_t most) {
   return most * ceil_div(p.rows, most * unit * MOST_ROWS);
 }
 
-// Returns the number of persistent CTAs. Group g processes the rows g, g + groups, and so on.
-// `groups` is a multiple of the alignment period, so all rows of a group have the same alignment.
+// Returns the number of persistent CTAs. Each CTA has `unit` groups of threads, and a group
+// processes one row at a time. With CTAs * unit groups in all, group g processes the rows g, g +
+// groups, and so on. If a group has several rows, the number of groups is a multiple of the
+// alignment period, so that all its rows have the same alignment.
 inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
   const int64_t enough = ceil_div(p.rows, unit);
   if (enough <= most) return enough;  // each group has at most one row

@@ -121,7 +121,7 @@ __device__ inline A weight_in(A x, A y) {
   return y == -INFINITY ? A(0) : exp_difference(x, y);
 }
 
-// The inputs are grad_out, x, y, and y of the step before.
+// The inputs are grad_out, x, y, and y of the step before in this scan, which runs backward.
 template <typename Element>
 struct LogcumsumexpBackward {
   using T = Element;

@@ -6,5 +6,5 @@ This is the table of the operators. The functions are in functional/. registrati
 from .registration.entries import register  # noqa: F401  # for the entries
 
 __all__ = [
-    # The public functions. `new` adds a name here, and an entry below.
+    # The public functions. The command `new` adds an op's name here, and its call of register() below this list.
 ]

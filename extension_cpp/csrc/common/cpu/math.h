@@ -42,9 +42,9 @@ ALWAYS_INLINE float exp_scaled_float(float x) {
   return bits_float(float_bits(p) + (float_bits(shifted) << 23));
 }
 
-/* Does the same as exp_scaled_float, with the accuracy that 16-bit results need. As 2^(x / ln 2),
- * it takes a third fewer operations. The relative error is 2^-18.4 + 1.25 |x| 2^-24, and less with
- * FMA (exp2_polynomial.sollya). */
+/* Does the same as exp_scaled_float, with the accuracy that 16-bit results need. It computes
+ * 2^(x / ln 2), which takes a third fewer operations. The relative error is
+ * 2^-18.4 + 1.25 |x| 2^-24, and less with FMA (exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp_scaled_short_float(float x) {
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* its low bits are n + 64 */
   const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 64) - shifted);
