@@ -343,7 +343,7 @@ def samples_of(shape: tuple[int, ...], *words: str) -> list[Any]:
     """Returns the arguments of the samples that the spec of a schema makes for a shape."""
     text = generate_tests.spec(operator_of(*words))
     names: dict[str, Any] = {"Sample": Sample, "torch": torch, "indices_below": indices_below}
-    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]
+    exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]  # each spec has it
     return [sample.args for sample in names["sample_inputs"](torch.ones, shape)]
 
 

@@ -51,9 +51,8 @@ class Argument:
     @property
     def text(self) -> str:
         """Returns the argument as in a schema: its type as in `kind`, its name and its default."""
-        default = (
-            str([*self.value]) if self.is_list and self.value is not None else self.default
-        )  # as PyTorch prints it
+        # PyTorch prints the default of a list with all its values: int[2] x=1 as int[2] x=[1, 1].
+        default = str([*self.value]) if self.is_list and self.value is not None else self.default
         return f"{self.kind} {self.name}" + ("" if default is None else f"={default}")
 
     @property
