@@ -33,9 +33,13 @@ LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
 ROOT = Path(__file__).resolve().parent.parent
 # The documents' pictures: the file, the ops and the kind of picture.
 PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
-    "docs/norms-h100.svg": ("benchmarks/results/h100.json", ("layer_norm", "rms_norm"), "h100-widths-bfloat16"),
+    "docs/norms-h200.svg": (
+        "benchmarks/results/h200-norms.json",
+        ("layer_norm", "rms_norm"),
+        "h200-norms-widths-bfloat16",
+    ),
     "docs/norms-cpu.svg": ("benchmarks/results/cpu.json", ("layer_norm", "rms_norm"), "cpu-widths-bfloat16"),
-    "docs/roofline-h100.svg": ("benchmarks/results/h100.json", None, "h100-roofline-bfloat16"),
+    "docs/roofline-h200.svg": ("benchmarks/results/h200-norms.json", None, "h200-norms-roofline-bfloat16"),
 }
 Panel = Callable[[Axes, list[results.Row]], None]
 

@@ -78,7 +78,7 @@ def summary(name: str) -> str:
 
 # The ops of the README's table at 4096 columns in bfloat16, and the files that have them.
 OVERVIEW = ("layer_norm", "rms_norm", "add_layer_norm", "bias_gelu", "cross_entropy")
-OVERVIEW_FILES = ("h100", "h100-gates", "h100-losses")
+OVERVIEW_FILES = ("h200-norms", "h200", "h200-gates", "h200-losses")
 
 
 def overview() -> str:
@@ -105,7 +105,7 @@ def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
 
 def training(model: str) -> str:
     """Describes a model's training step: unchanged, compiled in the fastest way, and converted without compiling."""
-    found = results.read(results.PUBLISHED / "models-h100.json", ("model", "way", "seconds"))
+    found = results.read(results.PUBLISHED / "models-h200.json", ("model", "way", "seconds"))
     rows = {row["way"]: row for row in found["rows"] if row["model"] == model}
     best = "stock compiled, no mask" if "stock compiled, no mask" in rows else "stock compiled"
     chosen = {"as it is": rows["stock"], "at best under torch.compile": rows[best]}
@@ -115,7 +115,7 @@ def training(model: str) -> str:
         for way, row in chosen.items()
     ]
     figures = f"A training step takes {said[0]}, {said[1]}, and {said[2]}."
-    return f"{figures} {source('models-h100', [*chosen.values()], found['machine']['device'])}.\n"
+    return f"{figures} {source('models-h200', [*chosen.values()], found['machine']['device'])}.\n"
 
 
 def host_ratios() -> str:
@@ -168,13 +168,13 @@ def whole(stem: str) -> str:
 CURVES = ("train-text-cpu", "train-text-h100", "recurrent-text-cpu", "recurrent-text-h100")
 # For each page of the repository, the results files whose whole tables are on it.
 WHOLE = {
-    "docs/performance_training.md": ("models-h100", "linear-loss-h100"),
+    "docs/performance_training.md": ("models-h200", "models-h100", "linear-loss-h200"),
     "docs/scan.md": ("scan-steps-h100",),
     "docs/distributed.md": ("processes-h100", "processes-h100-65536-bytes"),
 }
 # Results files whose tables are only on the site, by the heading above their tables.
 ON_THE_SITE = {
-    "GPU": ("h100", "h200", "h100-losses", "h100-strips", "h100-gates", "h100-scans"),
+    "GPU": ("h200-norms", "h200", "h200-losses", "h200-strips", "h200-gates", "h200-scans"),
     "CPU": ("cpu", "cpu-gates", "cpu-scans"),
     "What a call costs": ("host-cpu", "host-h200"),
 }

@@ -1,4 +1,4 @@
-"""Prints the markdown table of a results file: python -m benchmarks.table benchmarks/results/h100.json"""
+"""Prints the markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
 import math
 import statistics

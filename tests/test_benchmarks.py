@@ -454,7 +454,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
         assert f"<h2>The same, {title}</h2>" in page and f">{figure} (1.0 to 80.0)<" in page
 
 
-@pytest.mark.parametrize("name", ["h100", "cpu"])
+@pytest.mark.parametrize("name", ["h200-norms", "cpu"])
 def test_tables_fit_into_80_columns(name: str, capsys) -> None:
     """The tables that a run prints fit into a terminal of 80 columns, with no cell truncated or wrapped."""
     found = results.read(results.ROOT / "benchmarks" / "results" / f"{name}.json")
@@ -467,7 +467,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
 
 def test_points_lie_inside_their_axes() -> None:
     """The plots of forward and backward have the same axis limits, and all points of both plots lie within them."""
-    for name in ("h100", "h200", "cpu"):
+    for name in ("h200-norms", "h200", "cpu"):
         for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
             for axes in (each for each in figure.axes if each.lines):
                 low, high = axes.get_ylim()

@@ -60,7 +60,7 @@ def test_a_change_is_one_beyond_the_spread_of_both(low: float, median: float, hi
 
 @pytest.mark.parametrize("columns", [44, 80, 200])
 def test_changes_are_printed_in_full(columns: int, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    published = results.read(results.PUBLISHED / "h100.json")
+    published = results.read(results.PUBLISHED / "h200.json")
     row = next(row for row in published["rows"] if row["op"] == "add_layer_norm" and row["pass"] == "backward")
     for name, factor in (("before", 1.0), ("after", 1.5)):
         times = {"compile": {figure: 12345e-6 * factor for figure in ("low", "median", "high")}}
