@@ -383,7 +383,7 @@ def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output
     refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
     call, _ = forward_call(*inputs)
     ctx.options, ctx.needs = (call.reduction, *call.options), call.needs
-    save(ctx, [call.x, call.linear_weight, call.target, call.linear_bias, call.weight, *output[1:]], output[1:])
+    save(ctx, call.x, call.linear_weight, call.target, call.linear_bias, call.weight, *output[1:])
 
 
 def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> autograd.Gradients:

@@ -212,9 +212,8 @@ def check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) ->
 # ---- fakes and derivatives ----
 
 
-def save(ctx: Any, tensors: Sequence[Tensor | None], statistics: Sequence[Tensor]) -> None:
+def save(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
-    ctx.mark_non_differentiable(*statistics)
     ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros as gradients of the statistics
 
 
@@ -244,7 +243,7 @@ def cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple
     logits, target, weight, *ctx.options, _ = inputs
     refuse_weight_gradient("cross_entropy", ctx.needs_input_grad[2])
     _, lse, total = output
-    save(ctx, [logits, target, weight, lse, total], [lse, total])
+    save(ctx, logits, target, weight, lse, total)
 
 
 def cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
@@ -303,7 +302,7 @@ def token_log_probs_backward_fake(
 def token_log_probs_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, target, ctx.temperature = inputs
     _, entropy, lse = output
-    save(ctx, [logits, target, lse, entropy.detach()], [lse])
+    save(ctx, logits, target, lse, entropy.detach())
 
 
 def token_log_probs_backward(

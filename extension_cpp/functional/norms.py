@@ -301,14 +301,11 @@ class Norm:
         self.weights = [name for name in ("weight", "bias") if name in self.inputs]
         self.statistics = [name for name in ("mean", "rstd") if name in self.backward_inputs]
         self.differentiable = [name for name in ("x", "residual", "weight", "bias") if name in self.inputs]
-        # setup_context picks the tensors `saved` out of the inputs and results. backward picks the arguments of the
-        # backward operator out of `known`.
+        # Picks the tensors that backward reads out of the inputs and results, in the order of the backward operator.
         results = ["out", *(["sum"] if self.adds else []), *self.statistics]
         saved = [self.x, *self.statistics, *self.weights, *(["seed"] if self.drops else [])]
         self.saved_of = operator.itemgetter(*map([*self.inputs, *results].index, saved))
-        known = [*(f"grad_{name}" for name in results), *saved, "normalized_shape", "p"]
-        known += [f"needs_grad_{name}" for name in self.inputs]
-        self.arguments_of = operator.itemgetter(*map(known.index, self.backward_inputs))
+        self.needs_of = operator.itemgetter(*map(self.inputs.index, self.differentiable))
 
     def fake(self, *inputs: Any) -> tuple[Tensor, ...]:
         given = dict(zip(self.inputs, inputs, strict=True))
@@ -339,18 +336,19 @@ class Norm:
         return grad_x, *norm_gradients(x, normalized_shape, weights, needs_x or needs_residual, needs_weights)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*self.saved_of((*inputs, *output)))
+        ctx.save_for_backward(*self.saved_of(inputs + output))
         ctx.normalized_shape = inputs[2 if self.adds else 1]
         ctx.p = inputs[-2] if self.drops else 0.0
-        ctx.mark_non_differentiable(*output[2 if self.adds else 1 :])  # the statistics have no gradient
         ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros as gradients of the statistics
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Gradients:
-        saved = ctx.saved_tensors
+        x, *others = ctx.saved_tensors
         if grads[0] is None:
-            return _grads_of_sum_alone(ctx, grads[1], saved[-1]) if self.adds else {}
-        known = (*grads, *saved, ctx.normalized_shape, ctx.p, *ctx.needs_input_grad)
-        gradients = dict(zip(self.differentiable, self.backward_op(*self.arguments_of(known)), strict=True))
+            return _grads_of_sum_alone(ctx, grads[1], others[-1]) if self.adds else {}
+        mask = (ctx.p, others.pop()) if self.drops else ()
+        grads, needs = grads[: 2 if self.adds else 1], self.needs_of(ctx.needs_input_grad)
+        found = self.backward_op(*grads, x, ctx.normalized_shape, *others, *mask, *needs)
+        gradients = dict(zip(self.differentiable, found, strict=True))
         if self.adds and ctx.p == 0:  # without dropout, x and residual have the same gradient
             gradients["x"] = gradients["residual"]
         return gradients

@@ -242,29 +242,31 @@ def _check_schema(schema: Any) -> None:
         raise NotImplementedError(f"{schema.name}: expected a list as the only result, but got {schema}")
 
 
-def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> Callable[..., Any]:
-    """Makes a backward that returns the gradients in the order of the arguments `names`, as autograd.Function needs."""
-    known = frozenset(names)
-    # A cache of the arguments' names, with None where no gradient is needed. A key has needs_input_grad and the names
-    # of the gradients that backward returned.
-    orders: dict[tuple[Any, ...], list[Any]] = {}
+def _in_order(
+    op: Any, backward: Callable[..., Gradients], names: list[str], beyond: int = 0, more: int = 0
+) -> Callable[..., tuple[Any, ...]]:
+    """Makes a backward that returns the gradients in the order of the arguments `names`, as autograd.Function needs.
 
-    def order_of(gradients: Any, needs: tuple[bool, ...]) -> list[Any]:
+    `beyond` is the number of results that have no gradient, and `more` that of further inputs, which get None.
+    """
+    known = frozenset(names)
+    no_grads, after = (None,) * beyond, (None,) * more
+    # A cache of the arguments' names, with None where no gradient is needed. A key is needs_input_grad.
+    orders: dict[tuple[bool, ...], list[str | None]] = {}
+
+    def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        gradients: Any = backward(ctx, *grads, *no_grads)
         if type(gradients) is not dict or not gradients.keys() <= known:
             raise TypeError(
                 f"{op._schema.name}: expected its backward to return a dictionary of gradients with keys among "
                 f"{names}, but got {gradients if type(gradients) is not dict else list(gradients)}"
             )
-        return [name if is_needed else None for name, is_needed in zip(names, needs, strict=True)]
-
-    def in_order(ctx: Any, *grads: Any) -> Iterable[Any]:
-        gradients = backward(ctx, *grads)
         needs = ctx.needs_input_grad
-        order = orders.get((needs, *gradients)) if type(gradients) is dict else None
+        order = orders.get(needs)
         if order is None:
-            order = order_of(gradients, needs)
-            orders[(needs, *gradients)] = order
-        return map(gradients.get, order)
+            order = [name if is_needed else None for name, is_needed in zip(names, needs, strict=True)]
+            orders[needs] = order
+        return *map(gradients.get, order), *after
 
     return in_order
 
@@ -285,7 +287,9 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
     """
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_defaults = defaults_of(op)[1]
-    below_autograd = next(iter(overloads_of(op._schema.name)), None)  # None: the operator has no such overload
+    overloads = overloads_of(op._schema.name)
+    below_autograd = overloads[0] if overloads else None
+    count = len(overloads[-1]._schema.returns) if overloads else len(op._schema.returns)
 
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
@@ -300,17 +304,19 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
         ctx.needs_input_grad = ctx.needs_input_grad[:-1]
         if distributed is not None:
             ctx.mesh = next((x.device_mesh for x in inputs if is_sharded(x)), None)
+        if count < len(op._schema.returns):  # only backward reads the results that the no-grad overload leaves out
+            ctx.mark_non_differentiable(*output[count:])
         if setup_context is not None:
             given = {"keyword_only_inputs": keyword_defaults | keywords} if keyword_defaults else {}
             setup_context(ctx=ctx, inputs=inputs, output=output, **given)
         return output
 
-    in_order = _in_order(op, backward, names)
+    in_order = _in_order(op, backward, names, more=1)
 
     def backward_of_function(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if getattr(ctx, "mesh", None) is not None:  # autograd passes plain zeros, not DTensors, for unused results
             grads = distributed.on_mesh(grads, ctx.mesh)
-        return *in_order(ctx, *grads), None
+        return in_order(ctx, *grads)
 
     return _new_function(op, forward, backward_of_function)
 
@@ -342,11 +348,11 @@ def _direct_function(op: Any, backward: Callable[..., Gradients], setup_context:
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_only = [*defaults_of(op)[1]]
     overloads = overloads_of(op._schema.name)
-    below_autograd, count = by_position(overloads[0]), len(overloads[-1]._schema.returns)
-    in_order = _in_order(op, backward, names)
+    # Without keyword-only arguments _op, which is what a call of the overload calls in turn.
+    below_autograd = by_position(overloads[0]) if keyword_only else overloads[0]._op
+    count = len(overloads[-1]._schema.returns)
     setup = _setup_by_position(setup_context, len(names), keyword_only) if keyword_only else setup_context
-    no_gradients = (None,) * len(keyword_only)
-    beyond = (None,) * (len(op._schema.returns) - count)
+    beyond = len(op._schema.returns) - count
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = below_autograd(*args)
@@ -354,10 +360,7 @@ def _direct_function(op: Any, backward: Callable[..., Gradients], setup_context:
             setup(ctx, args, output)
         return output if not beyond else output[0] if count == 1 else output[:count]
 
-    def backward_of_function(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return tuple(in_order(ctx, *grads, *beyond)) + no_gradients
-
-    return _new_function(op, forward, backward_of_function)
+    return _new_function(op, forward, _in_order(op, backward, names, beyond, len(keyword_only)))
 
 
 def _setup_by_position(
@@ -382,7 +385,7 @@ def _autograd_kernel(
 ) -> Callable[..., Any]:
     node = _function_of(op, backward, setup_context)
     if overloads_of(op._schema.name):
-        DIRECT[op._schema.name] = _direct_function(op, backward, setup_context)
+        DIRECT[op._schema.name] = _direct_function(op, backward, setup_context).apply
     defaults, keyword_defaults = defaults_of(op)
     lists = list_places(op)
 

@@ -13,9 +13,10 @@ itself. It is not called while a graph records the call, because a graph capture
 Where gradients are recorded and only autograd must see the call, the function applies the operator's autograd.Function
 itself. The dispatcher would box the arguments to call the Autograd kernel, which would call the dispatcher again.
 
-In a model other code runs between two calls of an operator, so that most of a call's time is cache misses. So
-_requires_grad calls few Python functions, and this module imports PyTorch's functions by name: looking them up in torch
-and torch._C would read these modules' large dictionaries.
+Most of a call's time is cache misses, because the host's caches don't hold all code of a call, and in a model other
+code runs between two calls. A C function that takes 0.1 us in a loop takes 1 us here. So _requires_grad calls few
+functions, and this module imports PyTorch's functions by name: looking them up in torch and torch._C would read these
+modules' large dictionaries.
 """
 
 import threading
@@ -26,15 +27,15 @@ from typing import Any
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor, is_grad_enabled
 from torch._C import (
+    _are_functorch_transforms_active,
     _dispatch_tls_local_exclude_set,
-    _dispatch_tls_local_include_set,
     _is_tracing,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import _symbolic_trace as symbolic_trace
 from torch.nn import Parameter
 
@@ -127,56 +128,61 @@ def call(name: str, *args: Any, **keywords: Any) -> Any:
         raise
 
 
-def _thread_without_modes() -> tuple[int, int]:
-    """Returns the dispatch keys that a new thread includes and excludes, as bits. Autocast's keys are excluded, because
-    no mode is on in a new thread."""
+def _excluded_in_new_thread() -> int:
+    """Returns the dispatch keys that a new thread excludes, as bits. No mode is on there, so that they are autocast's
+    keys."""
     found: list[int] = []
-    sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-    thread = threading.Thread(target=lambda: found.extend(keys().raw_repr() for keys in sets))
+    thread = threading.Thread(target=lambda: found.append(_dispatch_tls_local_exclude_set().raw_repr()))
     thread.start()
     thread.join()
-    return found[0], found[1]
+    return found[0]
 
 
-_INCLUDED, _excluded = _thread_without_modes()
+_excluded = _excluded_in_new_thread()
 _EXCLUDED = frozenset((_excluded,))
 _AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)]
 # The keys, as bits, that a thread excludes if autocast is off for CPU and CUDA, for one of them, or for neither.
 _EXCLUDED_WITH_AUTOCAST = frozenset(_excluded & ~cpu & ~cuda for cpu in (0, _AUTOCAST[0]) for cuda in (0, _AUTOCAST[1]))
 _PLAIN = frozenset((int, float, bool, type(None), list, tuple, torch.Size, Tensor, Parameter))
 
-# Maps an operator to the autograd.Function that a call may apply without the dispatcher. autograd.py fills it.
-DIRECT: dict[str, Any] = {}
+# Maps an operator to the apply of its autograd.Function that needs no dispatcher. autograd.py fills it.
+DIRECT: dict[str, Callable[..., Any]] = {}
 CASTING: set[str] = set()  # the operators that have an autocast rule
 
 
 def _requires_grad(name: str, args: tuple[Any, ...]) -> bool | None:
     """Returns whether autograd must record the call, or None if a mode, a transform or a graph may have to see it."""
-    if is_compiling():  # comes first, because torch.compile cannot trace the code below
+    if is_dynamo_compiling():  # comes first, because torch.compile cannot trace the code below
         return None if is_grad_enabled() or torch.compiler._is_exporting_flag else False
-    is_plain = forward_ad._current_level < 0 and _PLAIN.issuperset(map(type, args))
+    if forward_ad._current_level >= 0:
+        return None
     if not is_grad_enabled():
-        if is_plain and _len_torch_dispatch_stack() == 0 and not _is_tracing():
+        if _PLAIN.issuperset(map(type, args)) and _len_torch_dispatch_stack() == 0 and not _is_tracing():
             return False
         return None if is_recorded() else False
+    requires_grad = False
+    for x in args:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            requires_grad = requires_grad or x.requires_grad
+        elif kind not in _PLAIN:
+            return None
     excluded = _EXCLUDED if name in CASTING else _EXCLUDED_WITH_AUTOCAST
     if (
-        not is_plain
-        or _len_torch_function_stack() > 0
-        or _dispatch_tls_local_include_set().raw_repr() != _INCLUDED  # a dispatch mode, torch.func, jit.trace
-        or _dispatch_tls_local_exclude_set().raw_repr() not in excluded  # autocast, inference mode
+        _len_torch_function_stack() > 0
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or _dispatch_tls_local_exclude_set().raw_repr() not in excluded  # autocast, inference mode, below autograd
     ):
         return None
-    for x in args:  # noqa: SIM110  # any() would make a generator, which costs more
-        if (type(x) is Tensor or type(x) is Parameter) and x.requires_grad:
-            return True
-    return False
+    return requires_grad
 
 
 def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
     name = op._schema.name
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
-    count = len(no_grad._schema.returns)
+    most, count = len(defaults), len(no_grad._schema.returns)
     all_results = count == len(op._schema.returns)
     lists = list_places(op)
     call_op, call_no_grad = by_position(op), by_position(no_grad)
@@ -187,7 +193,9 @@ def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
             if requires_grad is False:
                 return call_no_grad(*args)
             if requires_grad and name in DIRECT:
-                return DIRECT[name].apply(*args, *defaults[len(args) :])
+                if len(args) < most:
+                    args = (*args, *defaults[len(args) :])
+                return DIRECT[name](*args)
             results = call_op(*args)
         except Exception:
             checks.check_tensors(op._schema, args)

@@ -9,7 +9,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,10 +42,10 @@ def counted() -> Iterator[list[str]]:
     """Yields a list to which each direct call adds the name of its operator."""
     before, seen = dict(calls.DIRECT), list[str]()
 
-    def spy(name: str, function: Any) -> SimpleNamespace:
-        return SimpleNamespace(apply=lambda *args: [seen.append(name), function.apply(*args)][1])
+    def spy(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: [seen.append(name), apply(*args)][1]
 
-    calls.DIRECT.update({name: spy(name, function) for name, function in before.items()})
+    calls.DIRECT.update({name: spy(name, apply) for name, apply in before.items()})
     try:
         yield seen
     finally:
