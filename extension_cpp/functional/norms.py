@@ -342,12 +342,12 @@ class Norm:
         ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros as gradients of the statistics
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Gradients:
-        x, *others = ctx.saved_tensors
+        saved = ctx.saved_tensors
         if grads[0] is None:
-            return _grads_of_sum_alone(ctx, grads[1], others[-1]) if self.adds else {}
-        mask = (ctx.p, others.pop()) if self.drops else ()
+            return _grads_of_sum_alone(ctx, grads[1], saved[-1]) if self.adds else {}
+        others, mask = (saved[1:-1], (ctx.p, saved[-1])) if self.drops else (saved[1:], ())
         grads, needs = grads[: 2 if self.adds else 1], self.needs_of(ctx.needs_input_grad)
-        found = self.backward_op(*grads, x, ctx.normalized_shape, *others, *mask, *needs)
+        found = self.backward_op(*grads, saved[0], ctx.normalized_shape, *others, *mask, *needs)
         gradients = dict(zip(self.differentiable, found, strict=True))
         if self.adds and ctx.p == 0:  # without dropout, x and residual have the same gradient
             gradients["x"] = gradients["residual"]
