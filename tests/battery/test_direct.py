@@ -99,6 +99,24 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 @every_differentiable_op
+def test_results_that_only_backward_reads_do_not_require_grad(spec: OpSpec, device: str, monkeypatch) -> None:
+    """The operators' results that the functions never return, such as a norm's statistics, have no gradient."""
+    found = list[Tensor]()
+
+    def spy(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+        count = len(calls.overload_of(name + calls.NO_GRAD)._schema.returns)
+        operator = calls.by_position(calls.overload_of(name))
+        return lambda *args: [found.extend(as_tuple(operator(*args))[count:]), apply(*args)][1]
+
+    for name, apply in calls.DIRECT.items():
+        monkeypatch.setitem(calls.DIRECT, name, spy(name, apply))
+    sample = sample_of(spec, device)
+    spec.function(*sample.args, **sample.kwargs)
+    assert not any(x.requires_grad for x in found)
+    assert found or spec.name not in ("layer_norm", "rms_norm", "cross_entropy")
+
+
+@every_differentiable_op
 def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
     """Calls in plain eager mode are direct, and give the same as dispatcher calls, even if one input alone requires
     grad."""
