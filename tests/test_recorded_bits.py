@@ -42,6 +42,11 @@ def digest(spec: OpSpec, dtype: torch.dtype, device: str) -> str:
     made = hashlib.sha256()
     for shape in SHAPES:
         for sample in spec.sample_inputs(make_exact(device, dtype), shape):
+            # A recurrence's factors are PyTorch's sigmoid, whose last bits differ between CPUs.
+            if device == "cpu" and spec.name == "linear_recurrence":
+                for x in sample.args:
+                    if isinstance(x, Tensor) and x.is_floating_point():
+                        x.data.copy_((256 * x.data).round() / 256)
             for _, x in run(spec.function, sample, random_grad()).tensors():
                 made.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return made.hexdigest()[:16]
