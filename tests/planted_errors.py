@@ -178,8 +178,8 @@ CUDA = [
     ),
     Planted(
         CSRC + "common/cuda/dropout.cuh",
-        "N == 1 ? first[v] & 1 : k % 2",
-        "k % 2",
+        "bits_of(word[0], first[v] & 1)",
+        "bits_of(word[0], 0)",
         "dropout of the tail and of float64 norms: the mask of odd elements is not that of the CPU.",
         gpu=True,
         tests="tests/test_dropout.py tests/test_fused_norm.py",
@@ -218,9 +218,9 @@ CUDA = [
     ),
     Planted(
         CSRC + "norm/norm_backward.cuh",
-        "FORM == Form::DROPOUT_OF_Y ? row + p.groups : row, window",
-        "row + p.groups, window",
-        "Backward of add_rms_norm with dropout and more than 1536 rows: the gradient of x has a later row's mask.",
+        "drop(grad_x, p.dropout_x, at)",
+        "drop(grad_x, p.dropout_x, at + p.cols)",
+        "Backward of add_rms_norm with dropout: the gradient of x has the mask of the next row.",
         gpu=True,
         tests="tests/test_fused_norm.py tests/test_norm_kernels.py -k cuda",
     ),

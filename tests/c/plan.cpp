@@ -52,9 +52,11 @@ static const char *fault(const Problem &p, const Plan &plan) {
   if (p.is_backward) return backward_fault(p, plan, vector);
   if (plan.ctas / plan.cluster * plan.rows_per_cta < p.rows) return "some rows have no CTA";
   if (plan.kernel == Kernel::ROW) {
-    const bool has_kernel = plan.vectors == 4 || (plan.is_aligned && plan.vectors == 3) ||
-                            (plan.is_aligned && plan.vectors == 8 && p.form != Form::RESIDUAL);
-    if (!has_kernel) return "no kernel has so many vectors";
+    const bool is_dropout = p.form == Form::DROPOUT_OF_Y;
+    const bool is_eight = plan.vectors == 8 && p.form != Form::RESIDUAL;
+    const bool has_other = plan.vectors == (is_dropout ? 6 : 3) || is_eight;
+    if (plan.vectors != 4 && !(plan.is_aligned && has_other))
+      return "no kernel has so many vectors";
   }
   // At most a third of the vectors that the threads can hold may be unused.
   const int64_t room = int64_t{plan.threads} * plan.vectors, all = p.cols / vector;

@@ -73,7 +73,8 @@ static void check_thresholds(void) {
                {1, 0xffffffff}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
     const dropout_t got = dropout_of(cases[i].p, NULL);
-    CHECK(got.last_dropped == cases[i].last_dropped && got.scale == 1 / (1 - cases[i].p),
+    const double scale = cases[i].p < 1 ? 1 / (1 - cases[i].p) : 0;
+    CHECK(got.last_dropped == cases[i].last_dropped && got.scale == scale,
           "p = %a gives %08x and %a", cases[i].p, got.last_dropped, got.scale);
   }
 }

@@ -71,7 +71,7 @@ PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) {
  * last_dropped. Otherwise it becomes 0. */
 typedef struct {
   const int64_t *seed; /* shape (1), in the device's memory; NULL means no dropout */
-  double scale;        /* 1 / (1 - p) */
+  double scale;        /* 1 / (1 - p), or 0 if p is 1 */
   /* `scale` for all types but float64, because nvcc would convert `scale` for every element. */
   float scale_float;
   uint32_t last_dropped; /* round(p * 2^32) - 1, at least 0 */
@@ -81,7 +81,7 @@ typedef struct {
 static inline dropout_t dropout_of(double p, const int64_t *seed) {
   const double dropped = p * 0x1p32 + 0.5;
   const uint64_t count = dropped < 1 ? 1 : (uint64_t)dropped;
-  const double scale = 1 / (1 - p);
+  const double scale = p < 1 ? 1 / (1 - p) : 0; /* a factor of weights, which must stay finite */
   const dropout_t dropout = {seed, scale, (float)scale, (uint32_t)(count - 1)};
   return dropout;
 }

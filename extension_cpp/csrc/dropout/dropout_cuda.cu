@@ -36,15 +36,15 @@ __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t 
     for (int v = 0; v < VECTORS; ++v) raw[u][v] = load_vector<T, N>(p.x + i + u * step + v * N);
     first[u] = i + u * step;
   }
-  uint32_t masks[COUNT];
-  keep<UNIT<T>>(masks, p.dropout, seed, first);
+  RandomBits<UNIT<T>> bits[COUNT];
+  draw(bits, seed, first);
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
     acc_t<T> x[UNIT<T>];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v)
       unpack<T, N>(reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]), raw[u][v]);
-    drop(x, p.dropout, masks[u]);
+    drop(x, p.dropout, bits[u]);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       store<T, N>(p.y + i + u * step + v * N, reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]));
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(Parameters<T> p) {
   const int64_t i = units * UNIT<T> + threadIdx.x;
   if (blockIdx.x == 0 && i < p.numel) {
     acc_t<T> x[1] = {to_acc(p.x[i])};
-    drop(x, p.dropout, keep_one(p.dropout, seed, i));
+    drop(x, p.dropout, draw_one(seed, i));
     p.y[i] = from_acc<T>(x[0]);
   }
 }

@@ -171,7 +171,7 @@ cudaError_t gradient_rows(const loss_forward_args &args, const Plan &plan, cudaS
   return with_row_type(args.rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const GradientParams p{geometry_of(plan, args.rows.outer, args.rows.cols), args};
-    return with_row_shape(plan, [&](auto vectors, auto aligned) {
+    return with_row_shape<Form::PLAIN>(plan, [&](auto vectors, auto aligned) {
       constexpr auto kernel =
           loss_gradient_rows<T, decltype(vectors)::value, decltype(aligned)::value>;
       return launch(kernel, p, plan, stream);

@@ -30,7 +30,7 @@ template <typename T, typename Norm, Form FORM, int K, bool ALIGNED>
 struct BackwardRows {
   static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   using Fragment = RowFragment<T, K, ALIGNED>;
-  using Mask = RowMask<K, N>;
+  using Bits = RowBits<K, N>;
 
   const BackwardParams<T> &p;
   RowSlice<T, ALIGNED> slice;
@@ -53,11 +53,21 @@ struct BackwardRows {
     if (window.has_edge()) weights.edge[0] = load_parameter<W>(p.weight, window.edge, 1);
   }
 
+  // Loads the weights. With dropout of y, the weights are multiplied by its scale, so that grad_out
+  // needs no scaling.
   __device__ void load_weights() {
     if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
       load_weights_as<float>();
     } else {
       load_weights_as<T>();
+    }
+    if constexpr (FORM == Form::DROPOUT_OF_Y) {
+#pragma unroll
+      for (auto &vector : weights.v) {
+#pragma unroll
+        for (float &weight : vector) weight *= p.dropout_y.scale_float;
+      }
+      weights.edge[0] *= p.dropout_y.scale_float;
     }
   }
 
@@ -79,8 +89,7 @@ struct BackwardRows {
   // means[] holds the row's sums divided by cols.
   template <int M>
   __device__ void write_part(Part<M> part, int64_t row, const float (&x)[M], const float (&grad)[M],
-                             const float (&means)[P], const Fragment &grad_sum,
-                             const Mask &mask) const {
+                             const float (&means)[P], const Fragment &grad_sum) const {
     if (!window.has(part.k)) return;
     const int64_t at = row * p.cols + window.column(part.k);
     float grad_x[M], more[M];
@@ -92,12 +101,14 @@ struct BackwardRows {
     }
     store<T, M>(static_cast<T *>(p.grad_x) + at, grad_x);
     if (FORM != Form::RESIDUAL || p.grad_dropped == nullptr) return;
-    drop(grad_x, p.dropout_x, mask.at(part.k));
+    drop(grad_x, p.dropout_x, at);
     store<T, M>(static_cast<T *>(p.grad_dropped) + at, grad_x);
   }
 
-  // Writes the i-th sum of each column to out[column].
+  // Writes the i-th sum of each column to out[column]. The sums are those of grad_out without the
+  // scale of dropout.
   __device__ void write_columns(float *out, int i) const {
+    const float scale = FORM == Form::DROPOUT_OF_Y ? p.dropout_y.scale_float : 1;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!window.has(k)) continue;
@@ -105,7 +116,8 @@ struct BackwardRows {
       const auto &sums = columns.v[k];
 #pragma unroll
       for (int j = 0; j < N; j += 4) {
-        const float four[4] = {sums[j][i], sums[j + 1][i], sums[j + 2][i], sums[j + 3][i]};
+        const float four[4] = {scale * sums[j][i], scale * sums[j + 1][i], scale * sums[j + 2][i],
+                               scale * sums[j + 3][i]};
         if (ALIGNED) {
           *reinterpret_cast<float4 *>(mine + j) = {four[0], four[1], four[2], four[3]};
         } else {
@@ -114,7 +126,7 @@ struct BackwardRows {
         }
       }
     }
-    if (window.has_edge()) out[window.edge] = columns.edge[0][i];
+    if (window.has_edge()) out[window.edge] = scale * columns.edge[0][i];
   }
 
   // Returns partial row `unit` of the gradient of parameter i, which has `units` partial rows.
@@ -145,7 +157,7 @@ template <typename T, typename Norm, Form FORM, int K, bool ALIGNED, bool LOOPS 
 struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   using Base = BackwardRows<T, Norm, FORM, K, ALIGNED>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
-  using typename Base::Fragment, typename Base::Mask;
+  using typename Base::Fragment, typename Base::Bits;
   // float32 with two sums per column leaves no registers for the weights. The weights are then
   // loaded from the cache for every row.
   static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
@@ -155,9 +167,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   const int64_t first;       // first row of this group of threads; the next one is first + p.groups
   Fragment x{}, grad_out{};  // elements of the next row
   float2 moments{};          // mean and rstd of the next row
-  // The dropout mask of the next row's grad_out, or of the current row's grad_dropped. The mask is
-  // computed while loads are in flight.
-  Mask mask;
+  // The random bits of the next row, with dropout of y. They are drawn while loads are in flight.
+  Bits bits;
   int turn = 0;
 
   __device__ PersistentRows(const BackwardParams<T> &p, typename Sum::Shared &shared, int64_t cta)
@@ -193,7 +204,7 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
   __device__ void start() {
     load(first);
     if (LOOPS) prefetch(first + p.groups);
-    if (FORM == Form::DROPOUT_OF_Y || !LOOPS) mask.template make<FORM>(p, first, window);
+    bits.template draw<FORM>(p, first, window);
     if (HOLDS_WEIGHTS) this->load_weights();
   }
 
@@ -210,22 +221,21 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
     window.for_each([&](auto part) {
       x.unpack(xhat.at(part), part.k);
       grad_out.unpack(g.at(part), part.k);
-      if (FORM == Form::DROPOUT_OF_Y) drop(g.at(part), p.dropout_y, mask.at(part.k));
+      if (FORM == Form::DROPOUT_OF_Y) select(g.at(part), p.dropout_y, bits.at(part));
       this->normalize(part, xhat.at(part), g.at(part), statistics, &sums);
     });
     if (LOOPS) {
       load(row + p.groups);
       prefetch(row + 2 * p.groups);
-      mask.template make<FORM>(p, FORM == Form::DROPOUT_OF_Y ? row + p.groups : row, window);
+      bits.template draw<FORM>(p, row + p.groups, window);
     }
     if (p.grad_x == nullptr) return;
     row_sum.sum_cta(sums, turn++);
     if (!is_row) return;
 #pragma unroll
     for (int i = 0; i < P; ++i) sums[i] *= p.per_col;
-    window.for_each([&](auto part) {
-      this->write_part(part, row, xhat.at(part), g.at(part), sums, grad_sum, mask);
-    });
+    window.for_each(
+        [&](auto part) { this->write_part(part, row, xhat.at(part), g.at(part), sums, grad_sum); });
   }
 
   // Adds the groups' column sums, and writes the CTA's partial row. `shared` has a row per group.

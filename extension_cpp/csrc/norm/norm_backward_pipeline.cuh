@@ -22,7 +22,7 @@ template <typename T, typename Norm, Form FORM, int K>
 struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
   using Base = BackwardRows<T, Norm, FORM, K, true>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
-  using typename Base::Fragment, typename Base::Mask;
+  using typename Base::Fragment, typename Base::Bits;
   using Sum = RowSum<float, 4>;
   struct Shared {
     typename Sum::Shared sums;
@@ -74,23 +74,23 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
 
   // Calls f(part, x, grad_out) for the vectors of a row.
   template <typename F>
-  __device__ void for_each(const Place &place, const Mask &mask, const F &f) {
+  __device__ void for_each(const Place &place, const Bits &bits, const F &f) {
     window.for_each([&](Part<N> part) {
       float x[N], grad[N];
       load(x, place.x, part.k);
       load(grad, place.grad_out, part.k);
-      if (FORM == Form::DROPOUT_OF_Y) drop(grad, p.dropout_y, mask.at(part.k));
+      if (FORM == Form::DROPOUT_OF_Y) select(grad, p.dropout_y, bits.at(part));
       f(part, x, grad);
     });
   }
 
   // Adds a row to the column sums, and starts the exchange of the row's own sums. `turn` counts
   // rows.
-  __device__ void sum(int turn, const Place &place, const Mask &mask,
+  __device__ void sum(int turn, const Place &place, const Bits &bits,
                       const Statistics<float> &statistics) {
     float sums[P] = {};
     wait_phase(&shared.filled[place.stage], place.parity);
-    for_each(place, mask, [&](auto part, auto &x, auto &grad) {
+    for_each(place, bits, [&](auto part, auto &x, auto &grad) {
       this->normalize(part, x, grad, statistics, &sums);
     });
     // Without grad_x no CTA waits for sums, so none are sent: the receiver could already have
@@ -103,15 +103,15 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
   }
 
   // Finishes the exchange of the row's sums, and writes grad_x.
-  __device__ void finish(int64_t row, int turn, const Place &place, const Mask &mask,
+  __device__ void finish(int64_t row, int turn, const Place &place, const Bits &bits,
                          const Statistics<float> &statistics, const Fragment &grad_sum) {
     float sums[P];
     row_sum.collect(sums, turn);
 #pragma unroll
     for (int n = 0; n < P; ++n) sums[n] *= p.per_col;
-    for_each(place, mask, [&](auto part, auto &x, auto &grad) {
+    for_each(place, bits, [&](auto part, auto &x, auto &grad) {
       this->normalize(part, x, grad, statistics);
-      this->write_part(part, row, x, grad, sums, grad_sum, mask);
+      this->write_part(part, row, x, grad, sums, grad_sum);
     });
   }
 
@@ -129,10 +129,10 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     for (int i = 0; i < p.stages && i < count; ++i) start_copies(i);
     float2 moments = load_moments(p, first), next_moments{}, later_moments{};
     if (count > 1) next_moments = load_moments(p, first + step);
-    Mask mask, next_mask;
-    mask.template make<FORM>(p, first, window);
+    Bits bits, next_bits;
+    bits.template draw<FORM>(p, first, window);
     int turn = 0;  // number of rows that are finished
-    sum(turn, now, mask, to_statistics<T>(moments));
+    sum(turn, now, bits, to_statistics<T>(moments));
     for (int64_t row = first; row < p.rows; row += step, ++turn) {
       const int64_t next_row = row + step;
       if (next_row + step < p.rows) later_moments = load_moments(p, next_row + step);
@@ -142,19 +142,19 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
         if (next_row < p.rows) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
       }
       if (next_row < p.rows) {
-        next_mask.template make<FORM>(p, next_row, window);
+        next_bits.template draw<FORM>(p, next_row, window);
         next = next_place(now, next_row);
-        sum(turn + 1, next, next_mask, to_statistics<T>(next_moments));
+        sum(turn + 1, next, next_bits, to_statistics<T>(next_moments));
         // All warps have passed the barrier in sum(), so the previous row is finished and its stage
         // is free.
         if (turn > 0 && turn - 1 + p.stages < count) start_copies(turn - 1 + p.stages);
       }
       if (p.grad_x != nullptr) {
-        finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
+        finish(row, turn, now, bits, to_statistics<T>(moments), grad_sum);
       }
       this->release(row);
       now = next;
-      mask = next_mask;
+      bits = next_bits;
       moments = next_moments;
       next_moments = later_moments;
     }

@@ -36,9 +36,9 @@ __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int f
       unpack<T, N>(values, x[r]);
       unpack<T, N>(grad, grad_out[r]);
       if (FORM == Form::DROPOUT_OF_Y) {
-        uint32_t mask[1];
-        keep<N>(mask, p.dropout_y, *p.dropout_y.seed, {(begin + r * step) * p.cols + column});
-        drop(grad, p.dropout_y, mask[0]);
+        RandomBits<N> bits[1];
+        draw(bits, *p.dropout_y.seed, {(begin + r * step) * p.cols + column});
+        select(grad, p.dropout_y, bits[0]);
       }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -72,6 +72,7 @@ __device__ inline void split_columns(const BackwardParams<T> &p) {
     const int i = n / WIDTH, c = blockIdx.x * WIDTH + n % WIDTH;
     float sum = 0;
     for (int warp = 0; warp < threads / 32; ++warp) sum += shared[warp][i][n % WIDTH];
+    if (FORM == Form::DROPOUT_OF_Y) sum *= p.dropout_y.scale_float;
     if (c >= p.cols || p.gradient(i) == nullptr) continue;
     if (p.weight_dtype == DTYPE_FLOAT32) {
       static_cast<float *>(p.gradient(i))[c] = sum;

@@ -11,8 +11,8 @@ namespace norms {
 template <typename T, int K, bool ALIGNED>
 __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
                                     const RowFragment<T, K, ALIGNED> &residual,
-                                    const RowMask<K, VECTOR<T>> &mask, const ForwardParams<T> &p,
-                                    int64_t row, const RowWindow<T, K, ALIGNED> &window) {
+                                    const ForwardParams<T> &p, int64_t row,
+                                    const RowWindow<T, K, ALIGNED> &window) {
   T *const sum = static_cast<T *>(p.sum) + row * p.cols;
   window.for_each([&](auto part) {
     if (!window.has(part.k)) return;
@@ -20,7 +20,7 @@ __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
     float values[M], added[M];
     x.unpack(values, part.k);
     residual.unpack(added, part.k);
-    if (p.drops_x()) drop(values, p.dropout_x, mask.at(part.k));
+    if (p.drops_x()) drop(values, p.dropout_x, row * p.cols + window.column(part.k));
 #pragma unroll
     for (int j = 0; j < M; ++j) values[j] += added[j];
     store<T, M>(sum + window.column(part.k), values);
@@ -34,13 +34,13 @@ template <typename Norm, Form FORM, typename W, typename T, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,
                                  const RowFragment<T, K, ALIGNED> &x,
-                                 const RowMask<K, VECTOR<T>> &mask,
                                  const Statistics<float> &statistics) {
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   constexpr int BATCH = P * sizeof(W) * N > 32 || !ALIGNED ? 1 : 2;
   T *const y = static_cast<T *>(p.y) + row * p.cols;
+  const int64_t start = row * p.cols, seed = FORM == Form::DROPOUT_OF_Y ? *p.dropout_y.seed : 0;
   // parameters[i][j] is parameter i (weight or bias) for element j
-  const auto finish = [&](auto part, const auto &parameters) {
+  const auto finish = [&](auto part, const auto &parameters, const auto &bits) {
     constexpr int M = decltype(part)::SIZE;
     float values[M];
     x.unpack(values, part.k);
@@ -49,28 +49,32 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
       const float weight = parameters[0][j], bias = parameters[P - 1][j];
       values[j] = Norm::y(Norm::xhat(values[j], statistics), weight, bias);
     }
-    if (FORM == Form::DROPOUT_OF_Y) drop(values, p.dropout_y, mask.at(part.k));
+    if (FORM == Form::DROPOUT_OF_Y) drop(values, p.dropout_y, bits);
     store<T, M>(y + window.column(part.k), values);
   };
 #pragma unroll
   for (int begin = 0; begin < K; begin += BATCH) {
     ParameterVector<W, N, ALIGNED> vectors[BATCH][P];
+    RandomBits<N> bits[BATCH];
+    int64_t first[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH && begin + b < K; ++b) {
       const int k = begin + b;
+      first[b] = start + window.column(k);
 #pragma unroll
       for (int i = 0; i < P; ++i) {
         const W *const data = static_cast<const W *>(p.parameter(i));
         vectors[b][i].load(data, window.column(k), p.cols, window.has(k), 1 - i);
       }
     }
+    if (FORM == Form::DROPOUT_OF_Y) draw(bits, seed, first);
 #pragma unroll
     for (int b = 0; b < BATCH && begin + b < K; ++b) {
       if (!window.has(begin + b)) continue;
       float parameters[P][N];
 #pragma unroll
       for (int i = 0; i < P; ++i) vectors[b][i].unpack(parameters[i]);
-      finish(Part<N>{begin + b}, parameters);
+      finish(Part<N>{begin + b}, parameters, bits[b]);
     }
   }
   if constexpr (!ALIGNED) {
@@ -80,7 +84,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
     for (int i = 0; i < P; ++i) {
       parameters[i][0] = load_parameter<W>(p.parameter(i), window.edge, 1 - i);
     }
-    finish(Part<1>{K}, parameters);
+    finish(Part<1>{K}, parameters, draw_one(seed, start + window.edge));
   }
 }
 
@@ -88,7 +92,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
 // therefore how many bytes are in flight.
 template <typename Norm, Form FORM, int K, bool ALIGNED>
 constexpr int row_registers() {
-  if (K == 8 || !ALIGNED) return 80;
+  if (K > 4 || !ALIGNED) return 80;
   return Norm::PARAMETERS == 1 && FORM != Form::RESIDUAL ? 48 : 64;
 }
 
@@ -99,15 +103,13 @@ __global__ void __maxnreg__((row_registers<Norm, FORM, K, ALIGNED>()))
   __shared__ typename Opening::Shared shared;
   const Opening at(p, shared);
   RowFragment<T, K, ALIGNED> x{}, residual;
-  RowMask<K, VECTOR<T>> mask;
   if (at.is_row) {
     x.load(p.x_row(at.row), at.window, p.hint);
     if (FORM == Form::RESIDUAL) residual.load(p.residual_row(at.row), at.window, p.hint);
-    mask.template make<FORM>(p, at.row, at.window);
     if (p.ahead > 0 && at.row + p.ahead < p.rows) {
       prefetch_slice(p.x_row(at.row + p.ahead), at.slice, p.hint);
     }
-    if (FORM == Form::RESIDUAL) add_residual(x, residual, mask, p, at.row, at.window);
+    if (FORM == Form::RESIDUAL) add_residual(x, residual, p, at.row, at.window);
   }
   at.sum.wait_for_others();
   const auto for_each = [&](auto &&f) {
@@ -120,17 +122,19 @@ __global__ void __maxnreg__((row_registers<Norm, FORM, K, ALIGNED>()))
   const auto columns = [&](int cta) {
     return RowSlice<T, ALIGNED>(p.cols, at.row, p.slice, cta).count();
   };
+  const float first = x.first(at.window);
   const Statistics<float> statistics =
-      Norm::statistics(for_each, at.sum, turn, columns, p.per_col, static_cast<float>(p.eps));
+      Norm::statistics(for_each, sizeof(T) == 2 ? &first : nullptr, at.sum, turn, columns,
+                       p.per_col, static_cast<float>(p.eps));
   if (!at.is_row) return;
   if (threadIdx.x == 0 && at.rank == 0 && p.rstd != nullptr) {
     if (p.mean != nullptr) static_cast<float *>(p.mean)[at.row] = statistics.mean;
     static_cast<float *>(p.rstd)[at.row] = statistics.rstd;
   }
   if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
-    write_row<Norm, FORM, float>(p, at.row, at.window, x, mask, statistics);
+    write_row<Norm, FORM, float>(p, at.row, at.window, x, statistics);
   } else {
-    write_row<Norm, FORM, T>(p, at.row, at.window, x, mask, statistics);
+    write_row<Norm, FORM, T>(p, at.row, at.window, x, statistics);
   }
   if (at.row < p.release_from) return;
   release_row(p.x_row(at.row), at.slice);
@@ -145,14 +149,10 @@ cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
     using T = decltype(zero);
     using Norm = decltype(norm);
     constexpr Form FORM = decltype(constant)::value;
-    return with_row_shape(plan, [&](auto vectors, auto aligned) {
-      constexpr int K = decltype(vectors)::value;
-      if constexpr (FORM == Form::RESIDUAL && K == 8) {
-        return cudaErrorInvalidValue;  // never reached: fit() gives such rows 4 vectors per thread
-      } else {
-        constexpr auto kernel = row_kernel<T, Norm, FORM, K, decltype(aligned)::value>;
-        return launch(kernel, p, plan, stream);
-      }
+    return with_row_shape<FORM>(plan, [&](auto vectors, auto aligned) {
+      constexpr auto kernel =
+          row_kernel<T, Norm, FORM, decltype(vectors)::value, decltype(aligned)::value>;
+      return launch(kernel, p, plan, stream);
     });
   };
   return with_params<ForwardParams>(args, args.centered, form, plan, run);

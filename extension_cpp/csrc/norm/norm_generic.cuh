@@ -20,7 +20,7 @@ __device__ inline acc_t<T> parameter(const void *data, bool is_float, int64_t c,
 template <typename A>
 __device__ inline A drop_element(A x, const dropout_t &dropout, int64_t i) {
   A one[1] = {x};
-  if (dropout.seed != nullptr) drop(one, dropout, keep_one(dropout, *dropout.seed, i));
+  if (dropout.seed != nullptr) drop(one, dropout, draw_one(*dropout.seed, i));
   return one[0];
 }
 
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(256)
         [&](auto &&f) {
           for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) f(to_acc(x[c]));
         },
-        row_sum, turn, [&](int) { return p.cols; }, per_col, static_cast<A>(p.eps));
+        nullptr, row_sum, turn, [&](int) { return p.cols; }, per_col, static_cast<A>(p.eps));
     if (threadIdx.x == 0 && row < p.rows && p.rstd != nullptr) {
       if (p.mean != nullptr) static_cast<A *>(p.mean)[row] = statistics.mean;
       static_cast<A *>(p.rstd)[row] = statistics.rstd;

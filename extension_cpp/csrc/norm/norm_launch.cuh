@@ -40,22 +40,24 @@ struct BackwardParams : Geometry, norm_backward_args {
   __device__ bool drops_x() const { return grad_dropped != nullptr; }
 };
 
-// The dropout mask of the elements that a thread owns in a row. An element whose bit is 1 is kept.
+// The random bits for dropout of y, of the elements that a thread owns in a row.
 template <int K, int N>
-struct RowMask {
-  uint32_t bits[K], edge;
-  __device__ uint32_t at(int k) const { return k < K ? bits[k] : edge; }
+struct RowBits {
+  RandomBits<N> bits[K];
+  RandomBits<1> edge;
+  __device__ const RandomBits<N> &at(Part<N> part) const { return bits[part.k]; }
+  __device__ const RandomBits<1> &at(Part<1>) const { return edge; }
 
-  // Computes the mask, if the fused variant FORM has dropout.
+  // Draws the bits, if the fused variant FORM has dropout of y.
   template <Form FORM, typename Params, typename Window>
-  __device__ void make(const Params &p, int64_t row, const Window &window) {
-    if (FORM != Form::DROPOUT_OF_Y && !(FORM == Form::RESIDUAL && p.drops_x())) return;
-    const dropout_t &dropout = FORM == Form::DROPOUT_OF_Y ? p.dropout_y : p.dropout_x;
+  __device__ void draw(const Params &p, int64_t row, const Window &window) {
+    if (FORM != Form::DROPOUT_OF_Y) return;
+    const int64_t seed = *p.dropout_y.seed;
     int64_t first[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) first[k] = row * p.cols + window.column(k);
-    keep<N>(bits, dropout, *dropout.seed, first);
-    if (window.has_edge()) edge = keep_one(dropout, *dropout.seed, row * p.cols + window.edge);
+    ::draw(bits, seed, first);
+    if (window.has_edge()) edge = draw_one(seed, row * p.cols + window.edge);
   }
 };
 

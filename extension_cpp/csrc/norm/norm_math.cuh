@@ -29,10 +29,12 @@ struct RmsNorm {
   static constexpr int PARAMETERS = 1;
 
   // Returns the statistics of a row. for_each(f) calls f(x) for the elements of the row that this
-  // thread owns. row_sum is a RowSum. columns(r) is the number of columns of CTA r in a cluster.
+  // thread owns. `first` is one of these elements, or NULL. row_sum is a RowSum. columns(r) is the
+  // number of columns of CTA r in a cluster.
   template <typename ForEach, typename RowSum, typename Columns>
-  __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
-                                             int &turn, const Columns &, A per_col, A eps) {
+  __device__ static Statistics<A> statistics(const ForEach &for_each, const A *,
+                                             const RowSum &row_sum, int &turn, const Columns &,
+                                             A per_col, A eps) {
     A squares[1] = {0};
     for_each([&](A x) { squares[0] += x * x; });
     row_sum.sum_cta(squares, turn++);
@@ -61,22 +63,43 @@ struct LayerNorm {
 
   // Returns the statistics of a row. Each CTA computes the mean of its columns, and then the sum of
   // squared deviations from this mean. The CTAs join both in one exchange (Chan, Golub and LeVeque
-  // 1983).
+  // 1983). If `first` is given, a thread reads its elements only once: it sums the deviations from
+  // `first`, and moves these sums to the mean. Fewer than 7 bits of the sum of squares cancel then,
+  // because a thread owns at most 64 elements. That is enough for half types.
   template <typename ForEach, typename RowSum, typename Columns>
-  __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
-                                             int &turn, const Columns &columns, A per_col, A eps) {
+  __device__ static Statistics<A> statistics(const ForEach &for_each, const A *first,
+                                             const RowSum &row_sum, int &turn,
+                                             const Columns &columns, A per_col, A eps) {
     const bool is_cluster = row_sum.cluster > 1;
     const A per_element =
         is_cluster ? 1 / static_cast<A>(max(static_cast<int>(columns(row_sum.rank)), 1)) : per_col;
-    A sum[1] = {0}, deviations[2] = {0, 0};
-    for_each([&](A x) { sum[0] += x; });
+    A sum[1] = {0}, deviations[2] = {0, 0}, count = 0;
+    const auto add_deviations = [&](A center) {
+      int elements = 0;
+      for_each([&](A x) {
+        const A deviation = x - center;
+        deviations[0] += deviation;
+        deviations[1] += deviation * deviation;
+        ++elements;
+      });
+      count = static_cast<A>(elements);
+    };
+    if (first == nullptr) {
+      for_each([&](A x) { sum[0] += x; });
+    } else {
+      add_deviations(*first);
+      sum[0] = count * *first + deviations[0];
+    }
     row_sum.sum_cta(sum, turn++);
     Moments moments{sum[0] * per_element, 0, 0};
-    for_each([&](A x) {
-      const A deviation = x - moments.mean;
-      deviations[0] += deviation;
-      deviations[1] += deviation * deviation;
-    });
+    if (first == nullptr) {
+      add_deviations(moments.mean);
+    } else {
+      const A distance = *first - moments.mean, before = deviations[0];
+      deviations[0] += count * distance;
+      // An infinite sum of squares stays infinite, because the correction could make it NaN.
+      if (!isinf(deviations[1])) deviations[1] += distance * (before + deviations[0]);
+    }
     row_sum.sum_cta(deviations, turn++);
     moments.add(deviations, per_element);
     if (is_cluster) {

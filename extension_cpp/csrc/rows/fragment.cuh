@@ -123,6 +123,14 @@ struct RowFragment {
   __device__ void pack(const float (&x)[N], int k) { bits[k] = ::pack<T, N>(x); }
   __device__ void pack(const float (&x)[1], int) { edge = from_acc<T>(x[0]); }
 
+  // Returns the first element that the thread owns, or 0 if it owns none.
+  __device__ float first(const RowWindow<T, K, ALIGNED> &window) const {
+    if (!ALIGNED && !window.has(0) && window.has_edge()) return to_acc(edge);
+    float values[N];
+    unpack(values, 0);
+    return values[0];
+  }
+
   // Calls f(values, column, k) for each vector k in the slice. If the thread has an edge, it also
   // calls f for the edge, with an array of one value.
   template <typename F>

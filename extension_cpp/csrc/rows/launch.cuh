@@ -52,15 +52,22 @@ inline cudaError_t plan_rows(Plan &plan, dtype_t dtype, int64_t rows, int64_t co
 
 // Calls f(vectors, aligned) with the values of a forward plan as constants. No other values have
 // kernels.
-template <typename F>
+template <Form FORM, typename F>
 cudaError_t with_row_shape(const Plan &plan, F &&f) {
   if (!plan.is_aligned) return f(std::integral_constant<int, 4>{}, std::false_type{});
-  switch (plan.vectors) {
-    case 3: return f(std::integral_constant<int, 3>{}, std::true_type{});
-    case 4: return f(std::integral_constant<int, 4>{}, std::true_type{});
-    case 8: return f(std::integral_constant<int, 8>{}, std::true_type{});
-    default: return cudaErrorInvalidValue;
-  }
+  cudaError_t error =
+      cudaErrorInvalidValue;  // remains only if fit() allows a shape without kernels
+  const auto try_vectors = [&](auto vectors) {
+    constexpr int K = decltype(vectors)::value;
+    if constexpr (has_row_kernel(FORM, K, false) || has_row_kernel(FORM, K, true)) {
+      if (plan.vectors == K) error = f(vectors, std::true_type{});
+    }
+  };
+  try_vectors(std::integral_constant<int, 3>{});
+  try_vectors(std::integral_constant<int, 4>{});
+  try_vectors(std::integral_constant<int, 6>{});
+  try_vectors(std::integral_constant<int, 8>{});
+  return error;
 }
 
 // A launch configuration with at most one attribute.

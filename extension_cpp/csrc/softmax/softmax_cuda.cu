@@ -242,17 +242,16 @@ __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BACKWARD_CTAS)
 
 template <typename T>
 cudaError_t launch_rows(const RowParams<T> &p, cudaStream_t stream) {
-  const auto run = [&](auto vectors, auto aligned) {
-    constexpr int K = decltype(vectors)::value;
+  if (p.grad_out != nullptr) {
+    return with_row_shape<Form::RESIDUAL>(p, [&](auto vectors, auto aligned) {
+      constexpr bool ALIGNED = decltype(aligned)::value;
+      return launch(softmax_backward_rows<T, decltype(vectors)::value, ALIGNED>, p, p, stream);
+    });
+  }
+  return with_row_shape<Form::PLAIN>(p, [&](auto vectors, auto aligned) {
     constexpr bool ALIGNED = decltype(aligned)::value;
-    if constexpr (K < 8) {
-      if (p.grad_out != nullptr) {
-        return launch(softmax_backward_rows<T, K, ALIGNED>, p, p, stream);
-      }
-    }
-    return launch(softmax_rows<T, K, ALIGNED>, p, p, stream);
-  };
-  return with_row_shape(p, run);
+    return launch(softmax_rows<T, decltype(vectors)::value, ALIGNED>, p, p, stream);
+  });
 }
 
 }  // namespace softmaxes

@@ -14,15 +14,23 @@ __device__ inline int64_t seed_of(const dropout_t &dropout) {
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// Computes which elements of COUNT vectors of N elements are kept. Bit k of masks[v] is set if
-// element first[v] + k is kept. N is 1, 2, 4 or 8, and first[v] is a multiple of N. The outer loop
-// is over rounds, so that the vectors share a round's keys and their multiplications overlap.
+// The random bits of N neighbouring elements. Two elements share a word (common/philox.h). Kernels
+// keep the words until they drop the elements. To make and test a mask of one bit per element would
+// take twice as many instructions.
+template <int N>
+struct RandomBits {
+  uint32_t word[(N + 1) / 2];
+};
+
+// Computes the random bits of COUNT vectors of N elements. Vector v begins at element first[v] of
+// the tensor. N is 1, 2, 4 or 8, and first[v] is a multiple of N. The outer loop is over rounds, so
+// that the vectors share a round's keys and their multiplications overlap.
 template <int N, int COUNT>
-__device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, int64_t seed,
+__device__ inline void draw(RandomBits<N> (&bits)[COUNT], int64_t seed,
                             const int64_t (&first)[COUNT]) {
   philox_t words[COUNT];
 #pragma unroll
-  for (int v = 0; v < COUNT; ++v) words[v] = counter_of(first[v] / 8);
+  for (int v = 0; v < COUNT; ++v) words[v] = counter_of(first[v] >> 3);
   uint32_t key_0 = static_cast<uint32_t>(seed),
            key_1 = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
 #pragma unroll
@@ -38,32 +46,44 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
     // Conditions select the words, because a variable index would move `word` to local memory.
     if (N <= 4 && first[v] & 4) word[0] = word[2], word[1] = word[3];
     if (N <= 2 && first[v] & 2) word[0] = word[1];
-    masks[v] = 0;
+    if (N == 1) word[0] = bits_of(word[0], first[v] & 1);
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      if (bits_of(word[k / 2], N == 1 ? first[v] & 1 : k % 2) > dropout.last_dropped)
-        masks[v] |= 1u << k;
-    }
+    for (int i = 0; i < (N + 1) / 2; ++i) bits[v].word[i] = word[i];
   }
 }
 
-// Does the same as keep() for the single element i. Returns 1 if it is kept, and 0 if not.
-__device__ inline uint32_t keep_one(const dropout_t &dropout, int64_t seed, int64_t i) {
-  uint32_t masks[1];
-  keep<1>(masks, dropout, seed, {i});
-  return masks[0];
+// Does the same as draw() for the single element i.
+__device__ inline RandomBits<1> draw_one(int64_t seed, int64_t i) {
+  RandomBits<1> bits[1];
+  draw(bits, seed, {i});
+  return bits[0];
 }
 
-// Scales the elements whose mask bit is 1, and sets the others to 0.
+// Sets the elements to 0 that are not kept.
 template <typename A, int N>
-__device__ inline void drop(A (&x)[N], const dropout_t &dropout, uint32_t mask) {
-  const A scale = sizeof(A) == 4 ? dropout.scale_float : dropout.scale;
+__device__ inline void select(A (&x)[N], const dropout_t &dropout, const RandomBits<N> &bits) {
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    // With the product inside the selection, nvcc would compile the selection to a branch.
-    const A product = rounded_product(x[k], scale);
-    x[k] = mask >> k & 1 ? product : A(0);
+    x[k] = bits_of(bits.word[k / 2], k % 2) > dropout.last_dropped ? x[k] : A(0);
   }
+}
+
+// Does the same, and scales the elements that are kept.
+template <typename A, int N>
+__device__ inline void drop(A (&x)[N], const dropout_t &dropout, const RandomBits<N> &bits) {
+  const A scale = sizeof(A) == 4 ? dropout.scale_float : dropout.scale;
+  // With the products inside the selection, nvcc would compile the selection to a branch.
+#pragma unroll
+  for (int k = 0; k < N; ++k) x[k] = rounded_product(x[k], scale);
+  select(x, dropout, bits);
+}
+
+// The same for the elements that begin at element `first` of the tensor, whose bits it draws.
+template <typename A, int N>
+__device__ inline void drop(A (&x)[N], const dropout_t &dropout, int64_t first) {
+  RandomBits<N> bits[1];
+  draw(bits, *dropout.seed, {first});
+  drop(x, dropout, bits[0]);
 }
 
 #endif
