@@ -81,7 +81,7 @@ typedef struct {
 static inline dropout_t dropout_of(double p, const int64_t *seed) {
   const double dropped = p * 0x1p32 + 0.5;
   const uint64_t count = dropped < 1 ? 1 : (uint64_t)dropped;
-  const double scale = p < 1 ? 1 / (1 - p) : 0; /* a factor of weights, which must stay finite */
+  const double scale = p < 1 ? 1 / (1 - p) : 0; /* a factor, which must be finite */
   const dropout_t dropout = {seed, scale, (float)scale, (uint32_t)(count - 1)};
   return dropout;
 }

@@ -53,22 +53,18 @@ struct BackwardRows {
     if (window.has_edge()) weights.edge[0] = load_parameter<W>(p.weight, window.edge, 1);
   }
 
-  // Loads the weights. With dropout of y, the weights are multiplied by its scale, so that grad_out
-  // needs no scaling.
   __device__ void load_weights() {
     if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
       load_weights_as<float>();
     } else {
       load_weights_as<T>();
     }
-    if constexpr (FORM == Form::DROPOUT_OF_Y) {
-#pragma unroll
-      for (auto &vector : weights.v) {
-#pragma unroll
-        for (float &weight : vector) weight *= p.dropout_y.scale_float;
-      }
-      weights.edge[0] *= p.dropout_y.scale_float;
-    }
+  }
+
+  // Returns the scale of dropout of y. It is a factor of rstd and of the sums of columns, so that
+  // the elements of grad_out need no scaling.
+  __device__ float scale() const {
+    return FORM == Form::DROPOUT_OF_Y ? p.dropout_y.scale_float : 1;
   }
 
   // Replaces x by xhat, and grad by g = weighted(grad_out). If `sums` is given, the function also
@@ -76,11 +72,12 @@ struct BackwardRows {
   template <int M>
   __device__ void normalize(Part<M> part, float (&x)[M], float (&grad)[M],
                             const Statistics<float> &statistics, float (*sums)[P] = nullptr) {
+    const float factor = scale() * statistics.rstd;
 #pragma unroll
     for (int j = 0; j < M; ++j) {
       x[j] = Norm::xhat(x[j], statistics);
       if (sums != nullptr) Norm::add(columns.at(part)[j], grad[j], x[j]);
-      grad[j] = weighted(grad[j], weights.at(part)[j], statistics);
+      grad[j] = weighted(grad[j], factor, weights.at(part)[j]);
       if (sums != nullptr) Norm::add(*sums, grad[j], x[j]);
     }
   }
@@ -105,10 +102,9 @@ struct BackwardRows {
     store<T, M>(static_cast<T *>(p.grad_dropped) + at, grad_x);
   }
 
-  // Writes the i-th sum of each column to out[column]. The sums are those of grad_out without the
-  // scale of dropout.
+  // Writes the i-th sum of each column to out[column].
   __device__ void write_columns(float *out, int i) const {
-    const float scale = FORM == Form::DROPOUT_OF_Y ? p.dropout_y.scale_float : 1;
+    const float scale = this->scale();
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!window.has(k)) continue;

@@ -84,7 +84,7 @@ struct GenericRow {
   }
   __device__ A g(int64_t c) const {
     const A weight = parameter<T>(p.weight, p.weight_dtype == DTYPE_FLOAT32, c, 1);
-    return weighted(grad(c), weight, statistics);
+    return weighted(grad(c), statistics.rstd, weight);
   }
 };
 

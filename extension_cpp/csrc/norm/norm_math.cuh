@@ -160,12 +160,13 @@ struct LayerNorm {
   }
 };
 
-// Returns g = grad_out * rstd * weight. The product is rounded, because if it were fused with the
-// subtraction of the mean of g, a row of one column would not give exactly 0. grad_out is first
-// multiplied by rstd, because a tiny gradient times a small weight may underflow.
+// Returns g = grad_out * rstd * weight. With dropout of y, `rstd` includes its scale. The product
+// is rounded, because if it were fused with the subtraction of the mean of g, a row of one column
+// would not give exactly 0. grad_out is first multiplied by rstd, because a tiny gradient times a
+// small weight may underflow.
 template <typename A>
-__device__ inline A weighted(A grad_out, A weight, const Statistics<A> &row) {
-  return rounded_product(grad_out * row.rstd, weight);
+__device__ inline A weighted(A grad_out, A rstd, A weight) {
+  return rounded_product(grad_out * rstd, weight);
 }
 
 }  // namespace norms
