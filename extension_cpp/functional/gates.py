@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
+from ..registration.entries import Pair
 from .pointwise import gelu_backward_plain, gelu_plain, is_tanh, silu_backward_plain
 
 
@@ -56,12 +57,13 @@ def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
     checks.check_like(op, "up", up, "gate", gate)
 
 
-class Gate:
+class Gate(Pair):
     """Holds the functions that ops.py registers for a gate and its backward operator. The gate's operator takes (gate,
     up, *options) and returns activation(gate) * up."""
 
-    def __init__(self, op: str, activation: str) -> None:
-        self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
+    def __init__(self, op: str, activation: str, **functions: Any) -> None:
+        super().__init__(op, **functions)
+        self.gated, self.backward_op = getattr(_ops, op), getattr(_ops, f"{op}_backward")
         self.of_activation = getattr(_ops, f"{activation}_backward")  # maps (g, gate) to g * a'(gate)
         self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # for p, g, gate: p * g * a''(gate)
 
@@ -98,9 +100,6 @@ class Gate:
         }
 
 
-SWIGLU, GEGLU = Gate("swiglu", "silu"), Gate("geglu", "gelu")
-
-
 def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
@@ -115,3 +114,7 @@ def geglu_plain(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
 
 def geglu_backward_plain(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     return gelu_backward_plain(grad_out * up, gate, tanh), grad_out * gelu_plain(gate, tanh)
+
+
+SWIGLU = Gate("swiglu", "silu", plain=swiglu_plain, backward_plain=swiglu_backward_plain)
+GEGLU = Gate("geglu", "gelu", plain=geglu_plain, backward_plain=geglu_backward_plain)

@@ -11,6 +11,7 @@ from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.calls import own_ops
+from ..registration.entries import Pair
 from . import dropout, norm_formulas
 
 
@@ -280,7 +281,7 @@ def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
 # ---- fakes, derivatives and plain forms ----
 
 
-class Norm:
+class Norm(Pair):
     """Holds the functions that ops.py registers for a norm and its backward operator.
 
     The names of the arguments in the two schemas say how the norms differ. Arguments in brackets exist only if the norm
@@ -293,7 +294,8 @@ class Norm:
     """
 
     def __init__(self, op: str) -> None:
-        self.op, self.backward_op = op, getattr(_ops, f"{op}_backward")
+        super().__init__(op)
+        self.backward_op = getattr(_ops, f"{op}_backward")
         self.inputs, self.backward_inputs = _arguments(op), _arguments(f"{op}_backward")
         self.adds, self.drops = "residual" in self.inputs, "seed" in self.inputs
         self.x = "sum" if self.adds else "x"  # the name of the normalized tensor in backward
