@@ -180,7 +180,7 @@ def _rewritten(
     that as a whole are replaced. Adds the names of the rewritten modules to `result`."""
     changes = {}
     for name, module in modules.items():
-        if module in classes or not module._modules or isinstance(module, (*OURS, model_loss.LinearLossModel)):
+        if module in classes or not module._modules or isinstance(module, OURS):
             continue
         if model_loss.is_model(module) or _obstacle(module) is not None:
             continue
@@ -222,7 +222,7 @@ def revert(model: torch.nn.Module) -> Converted:
             vars(module).pop("received", None)  # a converted output layer has this attribute, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif isinstance(module, (formulas.GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
+        elif isinstance(module, (formulas.GeneratedModule, model_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
         if model_loss.restore(module):
             result.changed[name] = _class_name(module)
@@ -249,7 +249,7 @@ def _original(converted: type) -> type | None:
     """Returns the class that a converted module had before, or None if convert did not make its class."""
     if formulas.is_generated(converted):
         return converted.original  # type: ignore[attr-defined]  # every class that convert makes has it
-    return ORIGINALS.get(converted) or model_loss.original_class(converted)
+    return torch.nn.Linear if converted is model_loss.Head else ORIGINALS.get(converted)
 
 
 def _forget_what_was_compiled(result: Converted) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..functional import linear_loss, losses
-from .formulas import generated_class
+from .formulas import GeneratedModule, generated_class
 
 
 def causal_lm_loss(
@@ -30,9 +30,8 @@ def causal_lm_loss(
 ) -> Tensor:
     """Computes transformers' ForCausalLMLoss, without its float32 copy of the logits."""
     targets = _targets(labels, shift_labels, ignore_index, logits.device)
-    loss = losses.float_cross_entropy(
-        logits.reshape(-1, vocab_size), targets, ignore_index, _reduction(num_items_in_batch)
-    )
+    given = logits.reshape(-1, vocab_size), targets, None, _reduction(num_items_in_batch)
+    loss = losses.call_cross_entropy(*given, losses.LossOptions(ignore_index), float_loss=True)
     return _scaled(loss, num_items_in_batch)
 
 
@@ -159,11 +158,10 @@ class Head(torch.nn.Linear):
         return "Linear"
 
 
-class LinearLossModel:
-    """A base class put in front of a model's class. It computes the loss from the output layer's input."""
+class LinearLossModel(GeneratedModule):
+    """The base class of models that compute the loss from the output layer's input."""
 
     plan: ClassVar[Plan]
-    original: ClassVar[type]
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
@@ -190,16 +188,10 @@ class LinearLossModel:
             x = x * self.plan.scale
         targets = _targets(labels, shift_labels, ignore_index, x.device)
         rows = x.reshape(-1, x.shape[-1])
-        given = rows, head.weight, targets, head.bias, _reduction(num_items_in_batch)
+        given = rows, head.weight, targets, head.bias, None, _reduction(num_items_in_batch)
         options = losses.LossOptions(ignore_index, softcap=self.plan.softcap)
-        loss = linear_loss.float_linear_cross_entropy(*given, options)
+        loss = linear_loss.call_linear_cross_entropy(*given, options, float_loss=True)
         return _scaled(loss, num_items_in_batch)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies the model without its generated class, which loading makes again."""
-        if original_class(type(self)) is None:  # a subclass made elsewhere, with its own way to pickle
-            return super().__reduce_ex__(protocol)
-        return _blank, (self.original, self.plan), *super().__reduce_ex__(protocol)[2:]
 
 
 @functools.cache
@@ -219,18 +211,13 @@ def linear_class(original: type, plan: Plan) -> type:
             head.received = None  # and not `del`, which torch.compile cannot replay
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "plan": plan, "forward": forward}
-    return generated_class(LinearLossModel, original, names)
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    more = {"plan": plan, "forward": forward, "blank": (_blank, original, plan)}
+    return generated_class(LinearLossModel, original, names | more)
 
 
 def _blank(original: type, plan: Plan) -> torch.nn.Module:
     return object.__new__(linear_class(original, plan))
-
-
-def original_class(converted: type) -> type | None:
-    if issubclass(converted, LinearLossModel) and converted.__bases__[0] is LinearLossModel:
-        return converted.original
-    return torch.nn.Linear if converted is Head else None
 
 
 def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,8 +11,7 @@ computes the logits again.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +39,8 @@ TILE = 128  # rows of a matrix product's tile
 ALIGNMENT = 16  # bytes; if the size of a row of logits is not a multiple, cuBLAS uses kernels with a sixth of the speed
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of forward and backward of linear_cross_entropy."""
+class Call(NamedTuple):
+    """The arguments of the operator linear_cross_entropy."""
 
     x: Tensor  # (..., features)
     linear_weight: Tensor  # (classes, features)
@@ -50,30 +48,36 @@ class Call:
     linear_bias: Tensor | None
     weight: Tensor | None
     reduction: int
-    options: LossOptions
-    needs: tuple[bool, bool, bool]  # whether x, linear_weight and linear_bias need a gradient
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    float_loss: bool  # whether the loss is float32 even for half inputs
+    needs_grad_x: bool
+    needs_grad_weight: bool  # of linear_weight
+    needs_grad_bias: bool
+
+    @property
+    def options(self) -> LossOptions:
+        return LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        return self.needs_grad_x, self.needs_grad_weight, self.needs_grad_bias
 
     @property
     def makes_gradients(self) -> bool:
         return makes_gradients(self.x.dtype, self.reduction)
 
     def total_weight(self, like: Tensor) -> Tensor:
-        labels, ignore_index = self.target.reshape(-1), self.options.ignore_index
-        return total_weight(labels, self.linear_weight.shape[0], self.weight, ignore_index, like)
+        labels, classes = self.target.reshape(-1), self.linear_weight.shape[0]
+        return total_weight(labels, classes, self.weight, self.ignore_index, like)
 
 
-def forward_call(*args: Any) -> tuple[Call, bool]:
-    """Converts the arguments of linear_cross_entropy to a Call and float_loss."""
-    x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, of_x, of_weight, of_bias = args
-    needs = of_x, of_weight, of_bias
-    return Call(x, linear_weight, target, linear_bias, weight, reduction, LossOptions(*options), needs), float_loss
-
-
-def backward_call(*args: Any) -> tuple[Call, list[Tensor]]:
+def backward_call(*args: Any) -> tuple[Call, tuple[Tensor, ...]]:
     """Converts the arguments of linear_cross_entropy_backward after grad_out to a Call and the gradients of forward."""
-    x, linear_weight, target, linear_bias, weight, grad_x, grad_weight, grad_bias, *others = args
-    call, _ = forward_call(x, linear_weight, target, linear_bias, weight, *others[:-3], False, *others[-3:])
-    return call, [grad_x, grad_weight, grad_bias]
+    given = *args[:5], *args[8:-3], False, *args[-3:]
+    return Call(*given), args[5:8]
 
 
 def linear_cross_entropy(
@@ -116,10 +120,10 @@ def linear_cross_entropy(
     autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
-    return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, options, False)
+    return call_linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, options, False)
 
 
-def _linear_cross_entropy(
+def call_linear_cross_entropy(
     x: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -129,24 +133,17 @@ def _linear_cross_entropy(
     options: LossOptions,
     float_loss: bool,
 ) -> Tensor:
-    """Calls the operator or, for DTensors, the function of sharded_loss.py."""
+    """Calls the operator or, for DTensors, the function of sharded_loss.py. With float_loss the loss is float32 even
+    for half inputs, which nn.convert needs for language models."""
     number = reduction_number("linear_cross_entropy", reduction)
     given = {"x": x, "linear_weight": linear_weight, "target": target}
     for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
         checks.check_tensor("linear_cross_entropy", name, tensor)
     needs = _may_need_grad(x), _may_need_grad(linear_weight), _may_need_grad(linear_bias)
+    call = Call(x, linear_weight, target, linear_bias, weight, number, *options, float_loss, *needs)
     if autograd.is_sharded(x):
-        call = Call(x, linear_weight, target, linear_bias, weight, number, options, needs)
-        return autograd.distributed.sharded_loss.linear_cross_entropy(call, float_loss)
-    tensors = x, linear_weight, target, linear_bias, weight
-    return _ops.linear_cross_entropy(*tensors, number, *options, float_loss, *needs)
-
-
-def float_linear_cross_entropy(
-    x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, options: LossOptions
-) -> Tensor:
-    """Computes linear_cross_entropy with a float32 loss even for half inputs, for nn.convert's language models."""
-    return _linear_cross_entropy(x, linear_weight, target, bias, None, reduction, options, True)
+        return autograd.distributed.sharded_loss.linear_cross_entropy(call)
+    return _ops.linear_cross_entropy(*call)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:
@@ -288,11 +285,11 @@ class Gradients:
         return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(x.dtype)
 
 
-def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Call, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss and the gradients of x, linear_weight and linear_bias. Unneeded gradients are empty."""
     op = "linear_cross_entropy"
     check_linear(op, call)
-    check_targets(op, call.target, call.linear_weight.shape[0], call.options.ignore_index)
+    check_targets(op, call.target, call.linear_weight.shape[0], call.ignore_index)
     x, weight, options = call.x, call.weight, call.options
     chunk = Logits(call)
     gradients = Gradients(chunk, call, needs)
@@ -308,7 +305,7 @@ def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor
     loss = own_ops.reduce_sum_no_grad(losses) if call.reduction > 0 else losses.view(call.target.shape)
     if call.reduction == 1:
         loss = loss * scale[0]
-    return loss if float_loss else loss.to(x.dtype), *gradients.results(x)
+    return loss if call.float_loss else loss.to(x.dtype), *gradients.results(x)
 
 
 def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,13 +331,12 @@ NO_GRADIENTS = (False, False, False)
 
 
 def forward_kernel(*args: Any) -> tuple[Tensor, ...]:
-    call, float_loss = forward_call(*args)
-    return forward(call, float_loss, call.needs if call.makes_gradients else NO_GRADIENTS)
+    call = Call(*args)
+    return forward(call, call.needs if call.makes_gradients else NO_GRADIENTS)
 
 
 def no_grad_kernel(*args: Any) -> Tensor:
-    call, float_loss = forward_call(*args)
-    return forward(call, float_loss, NO_GRADIENTS)[0]
+    return forward(Call(*args), NO_GRADIENTS)[0]
 
 
 def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -355,33 +351,29 @@ def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
 # ---- fakes, derivative, plain form and autocast ----
 
 
-def empty_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(call: Call, needs: Sequence[bool]) -> tuple[Tensor, ...]:
     """Returns the gradients that a fake returns. A gradient that is not needed has no elements."""
-    needs_x, needs_weight, needs_bias = needs
-    return (
-        x.new_empty(x.shape if needs_x else 0),
-        linear_weight.new_empty(linear_weight.shape if needs_weight else 0),
-        linear_weight.new_empty(linear_weight.shape[:1] if needs_bias else 0),
-    )
+    shapes = call.x.shape, call.linear_weight.shape, call.linear_weight.shape[:1]
+    return tuple(call.x.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True))
 
 
-def linear_cross_entropy_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, float_loss = forward_call(*args)
+def linear_cross_entropy_fake(*args: Any) -> tuple[Tensor, ...]:
+    call = Call(*args)
     check_linear("linear_cross_entropy", call)
-    x = call.x
-    loss = x.new_empty([] if call.reduction else call.target.shape, dtype=loss_type(x) if float_loss else x.dtype)
-    return loss, *empty_gradients(x, call.linear_weight, call.needs if call.makes_gradients else NO_GRADIENTS)
+    dtype = loss_type(call.x) if call.float_loss else call.x.dtype
+    loss = call.x.new_empty([] if call.reduction else call.target.shape, dtype=dtype)
+    return loss, *empty_gradients(call, call.needs if call.makes_gradients else NO_GRADIENTS)
 
 
-def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     call, made = backward_call(*args)
     check_linear_backward(grad_out, call, made)
-    return empty_gradients(call.x, call.linear_weight, call.needs)
+    return empty_gradients(call, call.needs)
 
 
 def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
-    call, _ = forward_call(*inputs)
+    call = Call(*inputs)
     ctx.options, ctx.needs = (call.reduction, *call.options), call.needs
     save(ctx, call.x, call.linear_weight, call.target, call.linear_bias, call.weight, *output[1:])
 
@@ -395,10 +387,10 @@ def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -
 
 
 def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
-    call, float_loss = forward_call(*args)
+    call = Call(*args)
     logits = torch.nn.functional.linear(call.x, call.linear_weight, call.linear_bias)
     logits, target = logits.reshape(-1, logits.shape[-1]), call.target.reshape(-1)
-    loss = cross_entropy_plain(logits, target, call.weight, *call.options.around(call.reduction), float_loss)[0]
+    loss = cross_entropy_plain(logits, target, call.weight, *call.options.around(call.reduction), call.float_loss)[0]
     # The operator also returns gradients as results. They have no derivative, so they are computed as constants here.
     constants = [t.detach() if isinstance(t, Tensor) else t for t in args]
     with torch.no_grad():
@@ -408,10 +400,10 @@ def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
 
 def linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Casts x, linear_weight and linear_bias to autocast's dtype, except float64, and asks for a float32 loss."""
-    x, linear_weight, target, linear_bias, *others, _, of_x, of_weight, of_bias = args
-    dtype = torch.get_autocast_dtype(device_type)
-    x, linear_weight, linear_bias = (
-        t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
-        for t in (x, linear_weight, linear_bias)
-    )
-    return x, linear_weight, target, linear_bias, *others, True, of_x, of_weight, of_bias
+    call, dtype = Call(*args), torch.get_autocast_dtype(device_type)
+
+    def cast(t: Any) -> Any:
+        return t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
+
+    tensors = {"x": cast(call.x), "linear_weight": cast(call.linear_weight), "linear_bias": cast(call.linear_bias)}
+    return call._replace(**tensors, float_loss=True)
