@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.calls import call
@@ -87,10 +87,6 @@ def muladd_second(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor) -> Gradien
         "a": _ops.muladd(grad_grad_b, grad_out, 0.0),
         "b": _ops.muladd(grad_grad_a, grad_out, 0.0),
     }
-
-
-def muladd_plain(a: Tensor, b: Tensor, c: float) -> Tensor:
-    return a * b + c
 
 
 def muladd_backward_plain(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -378,14 +374,10 @@ def bias_gelu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> G
     }
 
 
-def scale_bias_relu_plain(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    return torch.relu(x * scale + bias)
-
-
 def scale_bias_relu_backward_plain(
     grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    g = relu_backward_plain(grad_out, scale_bias_relu_plain(x, bias, scale))
+    g = relu_backward_plain(grad_out, reference.scale_bias_relu(x, bias, scale))
     grad_bias = g.sum_to_size(bias.shape) if needs_grad_bias else bias.new_empty(0)
     return g * scale if needs_grad_x else x.new_empty(0), grad_bias
 
@@ -404,7 +396,7 @@ def bias_gelu_backward_plain(
 
 SCALE_BIAS_RELU = Biased(
     "scale_bias_relu",
-    plain=scale_bias_relu_plain,
+    plain=reference.scale_bias_relu,
     backward_setup_context=scale_bias_relu_backward_setup_context,
     second=scale_bias_relu_second,
     backward_plain=scale_bias_relu_backward_plain,

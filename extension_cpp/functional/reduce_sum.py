@@ -4,7 +4,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _ops
@@ -73,7 +72,3 @@ def reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     for d in ctx.summed_away:
         grad_out = grad_out.unsqueeze(d)
     return {"x": grad_out.expand(ctx.shape)}
-
-
-def reduce_sum_plain(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    return torch.sum(x, tuple(dim or ()), keepdim)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 from .common import as_dim, check_dim, fake_like, wide
@@ -53,13 +53,7 @@ def cumsum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 def cumsum_plain(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    z = wide(x).reshape(x.shape or (1,))  # a 0-d tensor has no dimension to shift along
-    z = z.flip(dim) if reverse else z
-    y = torch.cumsum(z, dim)
-    if exclusive:
-        first = torch.zeros_like(y.narrow(dim, 0, min(y.shape[dim], 1)))
-        y = torch.cat([first, y.narrow(dim, 0, max(y.shape[dim] - 1, 0))], dim)
-    return (y.flip(dim) if reverse else y).reshape(x.shape).to(x.dtype)
+    return reference.cumsum(wide(x), dim, exclusive=exclusive, reverse=reverse).to(x.dtype)
 
 
 # ---- logcumsumexp ----
@@ -259,16 +253,8 @@ def _first_step(x: Tensor, dim: int, reverse: bool, like: Tensor) -> Tensor:
 def linear_recurrence_plain(
     a: Tensor, b: Tensor, h0: Tensor | None = None, dim: int = -2, reverse: bool = False
 ) -> Tensor:
-    a, z, dim = wide(a).expand(b.shape), wide(b), dim % max(b.dim(), 1)
-    if b.dim() == 0:
-        return (z + a * (0 if h0 is None else wide(h0))).to(b.dtype)
-    steps = list(zip(a.unbind(dim), z.unbind(dim), strict=True))
-    h = torch.zeros_like(z.sum(dim)) if h0 is None else wide(h0)
-    states = []
-    for factor, term in reversed(steps) if reverse else steps:
-        h = factor * h + term
-        states.append(h)
-    return torch.stack(states[::-1] if reverse else states, dim).to(b.dtype) if states else b.clone()
+    first = None if h0 is None else wide(h0)
+    return reference.linear_recurrence(wide(a), wide(b), first, dim=dim, reverse=reverse).to(b.dtype)
 
 
 def linear_recurrence_backward_plain(
