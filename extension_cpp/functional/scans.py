@@ -84,15 +84,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
 
 
 logcumsumexp_fake = fake_like("logcumsumexp", "x", along_dim=True)
-
-
-def logcumsumexp_backward_fake(grad_out: Tensor, x: Tensor, y: Tensor, dim: int) -> Tensor:
-    op = "logcumsumexp_backward"
-    checks.check_dtype(op, "x", x)
-    checks.check_like(op, "grad_out", grad_out, "x", x)
-    checks.check_like(op, "y", y, "x", x)
-    check_dim(op, x, dim)
-    return torch.empty_like(x)
+logcumsumexp_backward_fake = fake_like("logcumsumexp_backward", "grad_out", "x", "y", like="x", along_dim=True)
 
 
 def logcumsumexp_setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
