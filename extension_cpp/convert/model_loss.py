@@ -59,7 +59,7 @@ def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
 def is_causal_lm(module: torch.nn.Module) -> bool:
     """Returns whether a module is a transformers model whose loss is ForCausalLMLoss, set directly or by loss_type."""
     utilities = sys.modules.get("transformers.loss.loss_utils")
-    if utilities is None or not isinstance(module, _modeling().PreTrainedModel) or isinstance(module, LinearLossModel):
+    if utilities is None or not is_model(module) or isinstance(module, LinearLossModel):
         return False
     if "_loss_function" in vars(module):
         return vars(module)["_loss_function"] in (utilities.ForCausalLMLoss, causal_lm_loss)
@@ -74,22 +74,21 @@ def _calls_loss_function(module: torch.nn.Module) -> bool:
 
 def is_model(module: torch.nn.Module) -> bool:
     """Returns whether a module is a model of transformers."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+    return isinstance(module, _model_class() or ())
+
+
+def _model_class() -> Any:
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
 def obstacle(module: torch.nn.Module) -> str | None:
     """Returns why the loss function of a causal language model cannot be replaced, or None if it can."""
     if not _calls_loss_function(module):
         return "its forward does not call loss_function, but computes the loss itself"
-    if inspect.getattr_static(type(module), "loss_function", None) is not _modeling().PreTrainedModel.loss_function:
+    if inspect.getattr_static(type(module), "loss_function", None) is not _model_class().loss_function:
         return "its class has a loss_function of its own"
     devices = {parameter.device.type for parameter in module.parameters()} - {"cpu", "cuda", "meta"}
     return f"it has parameters on {min(devices)}, and the ops run on CPU and CUDA" if devices else None
-
-
-def _modeling() -> Any:
-    return sys.modules["transformers.modeling_utils"]
 
 
 def decide(
