@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import _ops
 from ..functional import linear_loss
-from ..functional.linear_loss import Call, check_targets
-from ..functional.losses import LossOptions, check_loss, refuse_weight_gradient, unevaluated_lse
+from ..functional.linear_loss import Call
+from ..functional.losses import LossOptions, check_loss, check_targets, refuse_weight_gradient, unevaluated_lse
 from ..registration.calls import own_ops
 from .sharding import on_mesh, whole
 

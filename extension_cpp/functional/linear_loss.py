@@ -25,6 +25,7 @@ from .losses import (
     check_loss_grad,
     check_reduction,
     check_statistic,
+    check_targets,
     cross_entropy_plain,
     loss_type,
     reduction_number,
@@ -68,6 +69,19 @@ class Call(NamedTuple):
     @property
     def makes_gradients(self) -> bool:
         return makes_gradients(self.x.dtype, self.reduction)
+
+    @property
+    def in_forward(self) -> "Call":
+        """The call with those needs that forward fulfils: all or none."""
+        return self if self.makes_gradients else self.without_needs()
+
+    def without_needs(self) -> "Call":
+        return self._replace(needs_grad_x=False, needs_grad_weight=False, needs_grad_bias=False)
+
+    def gradient_shapes(self) -> list[Sequence[int]]:
+        """Returns the shapes of the gradients of x, linear_weight and linear_bias. An unneeded one has no elements."""
+        shapes = self.x.shape, self.linear_weight.shape, self.linear_weight.shape[:1]
+        return [shape if need else [0] for shape, need in zip(shapes, self.needs, strict=True)]
 
     def total_weight(self, like: Tensor) -> Tensor:
         labels, classes = self.target.reshape(-1), self.linear_weight.shape[0]
@@ -174,22 +188,13 @@ def check_linear(op: str, call: Call) -> None:
     check_loss(op, logits, call.target, -1, call.weight, call.options)
 
 
-def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Fails if a target on the CPU is not a class. On a GPU this check would wait for the device, and is left out."""
-    if target.device.type == "cpu":
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        expected = f"expected target in [0, {classes - 1}] or ignore_index"
-        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
-
-
 def check_linear_backward(grad_out: Tensor, call: Call, made: Sequence[Tensor]) -> None:
-    op, x, linear_weight = "linear_cross_entropy_backward", call.x, call.linear_weight
+    op, x = "linear_cross_entropy_backward", call.x
     check_linear(op, call)
     check_loss_grad(op, "grad_out", grad_out, [] if call.reduction else call.target.shape, x)
-    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
     names = ("grad_x", "grad_weight", "grad_bias")
-    for name, grad, shape, need in zip(names, made, shapes, call.needs, strict=True):
-        check_statistic(op, name, grad, shape if need and call.makes_gradients else [0], x.dtype, x)
+    for name, grad, shape in zip(names, made, call.in_forward.gradient_shapes(), strict=True):
+        check_statistic(op, name, grad, shape, x.dtype, x)
 
 
 # ---- kernels ----
@@ -230,17 +235,16 @@ class Logits:
     def __init__(self, call: Call) -> None:
         rows = call.x.reshape(math.prod(call.x.shape[:-1]), call.x.shape[-1]).contiguous()
         labels, linear_weight, linear_bias = call.target.reshape(-1).contiguous(), call.linear_weight, call.linear_bias
-        options = call.options
         self.rows, self.linear_weight, self.linear_bias, self.labels = rows, linear_weight, linear_bias, labels
         self.classes = linear_weight.shape[0]
-        is_plain = call.weight is None and options.label_smoothing == 0 and options.softcap is None
+        is_plain = call.weight is None and call.label_smoothing == 0 and call.softcap is None
         padding = -self.classes % (ALIGNMENT // rows.element_size())
         if padding and is_plain and rows.shape[0] >= TILE:
             self.linear_weight = torch.nn.functional.pad(linear_weight, (0, 0, 0, padding))
             if linear_bias is not None:
                 self.linear_bias = torch.nn.functional.pad(linear_bias, (0, padding))
             # A target among the padding classes is not a class, so it is replaced by an index that is never valid.
-            is_meant = (labels < self.classes) | (labels == options.ignore_index)
+            is_meant = (labels < self.classes) | (labels == call.ignore_index)
             self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
         width = self.linear_weight.shape[0]
         self.parts = list(chunks(rows, width))
@@ -259,15 +263,14 @@ class Logits:
 class Gradients:
     """Sums gradients of x (as rows), linear_weight and linear_bias over the chunks. Unneeded gradients are empty."""
 
-    def __init__(self, chunk: Logits, call: Call, needs: Sequence[bool]) -> None:
-        rows, linear_weight = chunk.rows, call.linear_weight
-        self.rows, self.padded_weight, self.classes = rows, chunk.linear_weight, chunk.classes
-        self.needs_x, self.needs_weight, self.needs_bias = needs
-        self.x = torch.empty_like(rows) if self.needs_x else rows.new_empty(0)
-        self.weight = linear_weight.new_empty(linear_weight.shape if self.needs_weight else 0)
-        if self.needs_weight and rows.shape[0] == 0:
+    def __init__(self, chunk: Logits, call: Call) -> None:
+        self.rows, self.padded_weight, self.classes = chunk.rows, chunk.linear_weight, chunk.classes
+        self.needs_x, self.needs_weight, self.needs_bias = call.needs
+        self.x = torch.empty_like(self.rows) if self.needs_x else self.rows.new_empty(0)
+        self.weight = call.linear_weight.new_empty(call.linear_weight.shape if self.needs_weight else 0)
+        if self.needs_weight and self.rows.shape[0] == 0:
             self.weight.zero_()
-        self.bias_sum = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(rows))
+        self.bias_sum = self.rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(call.x))
 
     def add(self, part: slice, gradient: Tensor) -> None:
         """Adds the contribution of a chunk. `gradient` is the gradient of the chunk's logits, padding included."""
@@ -285,19 +288,18 @@ class Gradients:
         return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(x.dtype)
 
 
-def forward(call: Call, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss and the gradients of x, linear_weight and linear_bias. Unneeded gradients are empty."""
-    op = "linear_cross_entropy"
-    check_linear(op, call)
-    check_targets(op, call.target, call.linear_weight.shape[0], call.ignore_index)
+    check_linear("linear_cross_entropy", call)
+    check_targets("linear_cross_entropy", call.target, call.linear_weight.shape[0], call.ignore_index)
     x, weight, options = call.x, call.weight, call.options
     chunk = Logits(call)
-    gradients = Gradients(chunk, call, needs)
+    gradients = Gradients(chunk, call)
     losses = x.new_empty(chunk.rows.shape[0], dtype=loss_type(x))
     scale = call.total_weight(losses).reciprocal() if call.reduction == 1 else losses.new_ones(1)
     for part in chunk.parts:
         logits, labels = chunk.of(part), chunk.labels[part]
-        if any(needs):
+        if any(call.needs):
             losses[part] = own_ops.cross_entropy_chunk(logits, labels, weight, *options, scale)
             gradients.add(part, logits)
         else:
@@ -317,7 +319,7 @@ def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         if call.reduction == 1:
             grads = grads / call.total_weight(grads)
         grads = grads.expand(chunk.rows.shape[0])
-    gradients = Gradients(chunk, call, call.needs)
+    gradients = Gradients(chunk, call)
     options = call.options.around(0)
     for part in chunk.parts:
         logits, labels = chunk.of(part), chunk.labels[part]
@@ -327,16 +329,12 @@ def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return gradients.results(call.x)
 
 
-NO_GRADIENTS = (False, False, False)
-
-
 def forward_kernel(*args: Any) -> tuple[Tensor, ...]:
-    call = Call(*args)
-    return forward(call, call.needs if call.makes_gradients else NO_GRADIENTS)
+    return forward(Call(*args).in_forward)
 
 
 def no_grad_kernel(*args: Any) -> Tensor:
-    return forward(Call(*args), NO_GRADIENTS)[0]
+    return forward(Call(*args).without_needs())[0]
 
 
 def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -351,24 +349,18 @@ def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
 # ---- fakes, derivative, plain form and autocast ----
 
 
-def empty_gradients(call: Call, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Returns the gradients that a fake returns. A gradient that is not needed has no elements."""
-    shapes = call.x.shape, call.linear_weight.shape, call.linear_weight.shape[:1]
-    return tuple(call.x.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True))
-
-
 def linear_cross_entropy_fake(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     check_linear("linear_cross_entropy", call)
     dtype = loss_type(call.x) if call.float_loss else call.x.dtype
     loss = call.x.new_empty([] if call.reduction else call.target.shape, dtype=dtype)
-    return loss, *empty_gradients(call, call.needs if call.makes_gradients else NO_GRADIENTS)
+    return loss, *map(call.x.new_empty, call.in_forward.gradient_shapes())
 
 
 def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     call, made = backward_call(*args)
     check_linear_backward(grad_out, call, made)
-    return empty_gradients(call, call.needs)
+    return tuple(map(call.x.new_empty, call.gradient_shapes()))
 
 
 def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

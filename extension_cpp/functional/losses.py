@@ -166,6 +166,14 @@ def check_loss(
         checks.check(op, limits.tiny <= softcap <= limits.max, expected)
 
 
+def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """Fails if a target on the CPU is not a class. On a GPU this check would wait for the device, and is left out."""
+    if target.device.type == "cpu":
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        expected = f"expected target in [0, {classes - 1}] or ignore_index"
+        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
+
+
 def check_cross_entropy(
     op: str, logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: LossOptions
 ) -> None:
