@@ -85,25 +85,37 @@ class Generated(type):
 
 
 def generated_class(base: type, original: type, names: dict[str, Any]) -> type:
-    """Makes a subclass of `base` and the original, with the original's name, which tools and models look for."""
+    """Makes a subclass of `base` and the original, with the original's names, which tools and models look for."""
     kind = type(original)
     metaclass = Generated if kind is type else type(kind.__name__, (Generated, kind), {})
-    names = {"__doc__": original.__doc__, "original": original, **names}
-    return metaclass(original.__name__, (base, original), names)
+    kept = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
+    try:
+        return metaclass(original.__name__, (base, original), {**kept, "original": original, **names})
+    except Exception as error:  # raised by the original class's metaclass or __init_subclass__
+        raise Unfit(f"its class cannot be subclassed ({error})") from error
 
 
 class GeneratedModule(nn.NotScriptable):
     """The base class of the classes that convert puts in front of a module's class."""
 
     original: ClassVar[type]
-    blank: ClassVar[tuple[Any, ...]]  # a function that makes an empty instance, and its arguments
+    made_by: ClassVar[tuple[Any, ...]]  # the function that made the class, and its arguments, the first the original
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies the module without its generated class, which loading makes again."""
         if not is_generated(type(self)):  # a subclass made elsewhere, with its own way to pickle
             return super().__reduce_ex__(protocol)
-        function, *arguments = self.blank
-        return function, tuple(arguments), *super().__reduce_ex__(protocol)[2:]
+        return blank, self.made_by, *super().__reduce_ex__(protocol)[2:]
+
+
+def blank(make: Any, original: type, *arguments: Any) -> torch.nn.Module:
+    """Makes an instance of a generated class, without attributes."""
+    try:
+        return object.__new__(make(original, *arguments))
+    except Unfit as reason:
+        raise RuntimeError(
+            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {reason}"
+        ) from None
 
 
 def is_generated(kind: type) -> bool:
@@ -124,8 +136,8 @@ def is_formula_class(kind: type) -> bool:
 
 @functools.cache
 def formula_class(original: type, formula: Any) -> type:
-    names = {"__module__": __name__, "formula": formula, "forward": _forward_of(formula.input)}
-    return generated_class(FormulaModule, original, {**names, "blank": (blank_of_formula, original, formula)})
+    names = {"formula": formula, "forward": _forward_of(formula.input), "made_by": (formula_class, original, formula)}
+    return generated_class(FormulaModule, original, names)
 
 
 def _forward_of(name: str) -> Any:
@@ -134,10 +146,6 @@ def _forward_of(name: str) -> Any:
     call = f"self.formula(self, {name}) if takes({name}) else self.original.forward(self, {name})"
     exec(f"def forward(self, {name}):\n    return {call}", namespace)
     return namespace["forward"]
-
-
-def blank_of_formula(original: type, formula: Any) -> torch.nn.Module:
-    return object.__new__(formula_class(original, formula))
 
 
 # ---- running modules on probes ----
