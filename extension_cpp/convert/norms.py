@@ -1,5 +1,6 @@
 """Recognises norms over the last dimension by running modules on test inputs (probes), as a part of nn.convert."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
 def recognise(module: torch.nn.Module, input: str) -> Norm:
     """Returns the formula that a module computes, found by running the module on test inputs."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
-    floats = sorted(_float_attributes(module), key=_not_called_eps)
+    floats = sorted(_float_attributes(module), key=lambda name: ("eps" not in name, name))
     if any(buffer is not None for buffer in module._buffers.values()):
         raise Unfit("it has buffers")
     for name, value in vars(module).items():
@@ -101,9 +102,7 @@ def recognise(module: torch.nn.Module, input: str) -> Norm:
     width = next(iter(shapes))[0] if shapes else 64
     if width < 2:
         raise Unfit("its rows are too short to tell what it computes")
-    for centered, offset, eps in (
-        (centered, offset, eps) for eps in floats for centered in (False, True) for offset in (0, 1)
-    ):
+    for eps, centered, offset in itertools.product(floats, (False, True), (0, 1)):
         if (offset and weight is None) or (bias is not None and not centered):
             continue
         formula = Norm(centered, offset, eps, weight, bias, input, ())
@@ -140,10 +139,6 @@ def _check(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]
         for dtype in HALF:
             if not _agrees(module, formula, width, dtype, 3, **mode):
                 raise Unfit(f"it computes {formula}, but in {dtype} it is further from it than roundings explain")
-
-
-def _not_called_eps(name: str) -> tuple[bool, str]:
-    return "eps" not in name, name
 
 
 def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:

@@ -96,20 +96,21 @@ def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary:
         rotary = Rotary((), interleaved, repeats, False, False)
         # The comparison is in float32, because some functions compute in float32 even for float64 inputs.
         layouts = tuple(layout for layout in LAYOUTS if _agrees(function, rotary, layout, torch.float32))
-        if not layouts:
-            continue
+        if layouts:
+            break
+    else:
+        raise Unfit("computes something else than rotary_embedding")
 
-        def agrees(*args: Any, rotary: Rotary = rotary, layouts: tuple[str, ...] = layouts) -> bool:
-            return all(_agrees(function, rotary, layout, *args) for layout in layouts)
+    def agrees(*args: Any) -> bool:
+        return all(_agrees(function, rotary, layout, *args) for layout in layouts)
 
-        if not all(_gradients_agree(function, rotary, layout) for layout in layouts):
-            raise Unfit("computes rotary_embedding, but its gradients are others")
-        for dtype in HALF:
-            if not agrees(dtype):
-                raise Unfit(f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain")
-        is_partial, takes_float = agrees(torch.float32, None, 4), all(agrees(dtype, torch.float32) for dtype in HALF)
-        return Rotary(layouts, interleaved, repeats, is_partial, takes_float)
-    raise Unfit("computes something else than rotary_embedding")
+    if not all(_gradients_agree(function, rotary, layout) for layout in layouts):
+        raise Unfit("computes rotary_embedding, but its gradients are others")
+    for dtype in HALF:
+        if not agrees(dtype):
+            raise Unfit(f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain")
+    is_partial, takes_float = agrees(torch.float32, None, 4), all(agrees(dtype, torch.float32) for dtype in HALF)
+    return Rotary(layouts, interleaved, repeats, is_partial, takes_float)
 
 
 def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -> list[Tensor]:
