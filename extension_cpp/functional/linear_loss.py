@@ -133,7 +133,7 @@ def linear_cross_entropy(
     CPU the matrix products may depend on the number of threads. Under autocast the matrix products are computed in
     autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
-    options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
+    options = ignore_index, label_smoothing, z_loss, softcap
     return call_linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, options, False)
 
 
@@ -144,7 +144,7 @@ def call_linear_cross_entropy(
     linear_bias: Tensor | None,
     weight: Tensor | None,
     reduction: str,
-    options: LossOptions,
+    options: tuple[int, float, float, float | None],
     float_loss: bool,
 ) -> Tensor:
     """Calls the operator or, for DTensors, the function of sharded_loss.py. With float_loss the loss is float32 even
@@ -365,9 +365,8 @@ def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Te
 
 def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
-    call = Call(*inputs)
-    ctx.options, ctx.needs = (call.reduction, *call.options), call.needs
-    save(ctx, call.x, call.linear_weight, call.target, call.linear_bias, call.weight, *output[1:])
+    tensors, ctx.options, ctx.needs = inputs[:5], inputs[5:10], inputs[11:]  # as the fields of Call
+    save(ctx, *tensors, *output[1:])
 
 
 def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> autograd.Gradients:
