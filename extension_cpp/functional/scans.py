@@ -196,14 +196,11 @@ def linear_recurrence_second(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor,
     of_u = grad_grad_b + grad_grad_a * _earlier(h, h0, ctx.dim, ctx.reverse)
     w = _ops.linear_recurrence(a, of_u, first, ctx.dim, ctx.reverse)
     of_earlier_h = grad_grad_a * u
-    grad_h0 = None
-    if h0 is not None:
-        grad_h0 = _first_step(of_earlier_h, ctx.dim, ctx.reverse, h0)
     return {
         "grad_h": w,
         "a": _sum_to(_earlier(w, first, ctx.dim, ctx.reverse) * u, a),
         "h": _earlier(of_earlier_h, None, ctx.dim, not ctx.reverse),
-        "h0": grad_h0,
+        "h0": None if h0 is None else _first_step(of_earlier_h, ctx.dim, ctx.reverse, h0),
     }
 
 
