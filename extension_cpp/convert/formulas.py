@@ -246,14 +246,11 @@ def probed_dtypes(
 
 def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
     """Returns for each of CONTEXTS the rule (a key of RESULTS) that the dtypes of a module's results follow."""
-    taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
+    probed = {context: list(probed_dtypes(module, width, context)) for context in CONTEXTS}
+    taken = {each[:2] for each in probed[""]}
     found = []
-    for context in CONTEXTS:
-        results = [
-            (x, weight, result)
-            for x, weight, result in probed_dtypes(module, width, context)
-            if (x, weight) in taken or (context and torch.float64 not in (x, weight))
-        ]
+    for context, every in probed.items():
+        results = [each for each in every if each[:2] in taken or (context and torch.float64 not in each[:2])]
         device = context or "cpu"
         rules = (rule for rule, of in RESULTS.items() if all(of(x, w, device) == result for x, w, result in results))
         rule = next(rules, None)
