@@ -117,12 +117,24 @@ def register_pair(
     pair: Pair, *, nested: Mark, sharding: Rule, backward_sharding: Rule | None = None, autocast: Mark | None = None
 ) -> None:
     """Registers an operator and its backward operator, which by default have the same rule for DTensors."""
-    functions: dict[str, Any]
-    functions = {"fake": pair.fake, "backward": pair.backward, "setup_context": pair.setup_context, "plain": pair.plain}
-    register(pair.op, **functions, autocast=autocast, nested=nested, sharding=sharding)
-    functions = {"fake": pair.backward_fake, "backward": pair.second, "setup_context": pair.backward_setup_context}
-    rule = backward_sharding or sharding
-    register(f"{pair.op}_backward", **functions, plain=pair.backward_plain, sharding=rule)
+    register(
+        pair.op,
+        fake=pair.fake,
+        setup_context=pair.setup_context,
+        backward=pair.backward,
+        plain=pair.plain,
+        autocast=autocast,
+        nested=nested,
+        sharding=sharding,
+    )
+    register(
+        f"{pair.op}_backward",
+        fake=pair.backward_fake,
+        setup_context=pair.backward_setup_context,
+        backward=pair.second,
+        plain=pair.backward_plain,
+        sharding=backward_sharding or sharding,
+    )
 
 
 def _save_inputs(op: str) -> Callable[..., None]:
