@@ -16,6 +16,7 @@ call this argument ``x``, for cross_entropy ``logits``.
 """
 
 import torch
+from torch.nn import functional as F
 
 from . import reference
 from .functional import dropout as drop
@@ -44,7 +45,6 @@ from .registration.entries import (
     PADDED,
     WRITES,
     register,
-    register_pair,
 )
 
 __all__ = [  # noqa: RUF022  # in the order of docs/ops.md
@@ -85,6 +85,14 @@ register("muladd.out", fake=pointwise.muladd_out_fake, backward=WRITES, sharding
 register("muladd_backward", fake=pointwise.muladd_backward_fake, backward=pointwise.muladd_second,
          plain=pointwise.muladd_backward_plain, sharding=rules.pointwise)
 
+# ---- scale_bias_relu ----
+
+register("scale_bias_relu", fake=pointwise.SCALE_BIAS_RELU.fake, backward=pointwise.SCALE_BIAS_RELU.backward,
+         plain=pointwise.scale_bias_relu_plain, nested=BY_ROWS, sharding=rules.with_bias)
+register("scale_bias_relu_backward", fake=pointwise.SCALE_BIAS_RELU.backward_fake,
+         setup_context=pointwise.scale_bias_relu_backward_setup_context, backward=pointwise.scale_bias_relu_second,
+         plain=pointwise.scale_bias_relu_backward_plain, sharding=rules.with_bias_backward)
+
 # ---- relu ----
 
 register("relu", fake=pointwise.relu_fake, setup_context=pointwise.relu_setup_context,
@@ -92,26 +100,50 @@ register("relu", fake=pointwise.relu_fake, setup_context=pointwise.relu_setup_co
 register("relu_backward", fake=pointwise.relu_backward_fake, setup_context=pointwise.relu_backward_setup_context,
          backward=pointwise.relu_second, plain=pointwise.relu_backward_plain, sharding=rules.pointwise)
 
-# ---- mish, silu, gelu ----
+# ---- mish ----
 
-register_pair(pointwise.MISH, nested=BY_ROWS, sharding=rules.pointwise)
+register("mish", fake=pointwise.MISH.fake, backward=pointwise.MISH.backward, plain=F.mish, nested=BY_ROWS,
+         sharding=rules.pointwise)
+register("mish_backward", fake=pointwise.MISH.backward_fake, backward=pointwise.MISH.second,
+         plain=pointwise.mish_backward_plain, sharding=rules.pointwise)
 register("mish_double_backward", fake=pointwise.MISH.double_backward_fake, backward=NO_THIRD, sharding=rules.pointwise)
-register_pair(pointwise.SILU, nested=BY_ROWS, sharding=rules.pointwise)
+
+# ---- silu ----
+
+register("silu", fake=pointwise.SILU.fake, backward=pointwise.SILU.backward, plain=F.silu, nested=BY_ROWS,
+         sharding=rules.pointwise)
+register("silu_backward", fake=pointwise.SILU.backward_fake, backward=pointwise.SILU.second,
+         plain=pointwise.silu_backward_plain, sharding=rules.pointwise)
 register("silu_double_backward", fake=pointwise.SILU.double_backward_fake, backward=NO_THIRD, sharding=rules.pointwise)
-register_pair(pointwise.GELU, nested=BY_ROWS, sharding=rules.pointwise)
+
+# ---- gelu ----
+
+register("gelu", fake=pointwise.GELU.fake, backward=pointwise.GELU.backward, plain=pointwise.gelu_plain,
+         nested=BY_ROWS, sharding=rules.pointwise)
+register("gelu_backward", fake=pointwise.GELU.backward_fake, backward=pointwise.GELU.second,
+         plain=pointwise.gelu_backward_plain, sharding=rules.pointwise)
 register("gelu_double_backward", fake=pointwise.GELU.double_backward_fake, backward=NO_THIRD, sharding=rules.pointwise)
 
-# ---- scale_bias_relu, bias_gelu ----
+# ---- bias_gelu ----
 
-register_pair(pointwise.SCALE_BIAS_RELU, nested=BY_ROWS, sharding=rules.with_bias,
-              backward_sharding=rules.with_bias_backward)
-register_pair(pointwise.BIAS_GELU, nested=BY_ROWS, sharding=rules.with_bias,
-              backward_sharding=rules.with_bias_backward)
+register("bias_gelu", fake=pointwise.BIAS_GELU.fake, backward=pointwise.BIAS_GELU.backward,
+         plain=pointwise.bias_gelu_plain, nested=BY_ROWS, sharding=rules.with_bias)
+register("bias_gelu_backward", fake=pointwise.BIAS_GELU.backward_fake, backward=pointwise.bias_gelu_second,
+         plain=pointwise.bias_gelu_backward_plain, sharding=rules.with_bias_backward)
 
-# ---- swiglu, geglu ----
+# ---- swiglu ----
 
-register_pair(gates.SWIGLU, nested=BY_ROWS, sharding=rules.pointwise)
-register_pair(gates.GEGLU, nested=BY_ROWS, sharding=rules.pointwise)
+register("swiglu", fake=gates.SWIGLU.fake, backward=gates.SWIGLU.backward, plain=gates.swiglu_plain, nested=BY_ROWS,
+         sharding=rules.pointwise)
+register("swiglu_backward", fake=gates.SWIGLU.backward_fake, backward=gates.SWIGLU.second,
+         plain=gates.swiglu_backward_plain, sharding=rules.pointwise)
+
+# ---- geglu ----
+
+register("geglu", fake=gates.GEGLU.fake, backward=gates.GEGLU.backward, plain=gates.geglu_plain, nested=BY_ROWS,
+         sharding=rules.pointwise)
+register("geglu_backward", fake=gates.GEGLU.backward_fake, backward=gates.GEGLU.second,
+         plain=gates.geglu_backward_plain, sharding=rules.pointwise)
 
 # ---- reduce_sum ----
 
@@ -123,21 +155,63 @@ register("reduce_sum", fake=sums.reduce_sum_fake, setup_context=sums.reduce_sum_
 register("dropout", fake=drop.dropout_fake, setup_context=drop.dropout_setup_context, backward=drop.dropout_backward,
          plain=drop.dropout_plain, nested=BY_ROWS, sharding=rules.replicated)
 
-# ---- layer_norm, rms_norm, add_layer_norm, add_rms_norm, layer_norm_dropout ----
+# ---- layer_norm ----
 
-register_pair(norms.LAYER_NORM, autocast=FLOAT32_ON_CUDA, nested=BY_ROWS, sharding=rules.norm,
-              backward_sharding=rules.norm_backward)
-register_pair(norms.RMS_NORM, autocast=FLOAT32_ON_CUDA if norms.CASTS_RMS_NORM else None, nested=BY_ROWS,
-              sharding=rules.norm, backward_sharding=rules.norm_backward)
-register_pair(norms.ADD_LAYER_NORM, nested=BY_ROWS, sharding=rules.norm, backward_sharding=rules.norm_backward)
-register_pair(norms.ADD_RMS_NORM, nested=BY_ROWS, sharding=rules.norm, backward_sharding=rules.norm_backward)
-register_pair(norms.LAYER_NORM_DROPOUT, autocast=FLOAT32_ON_CUDA, nested=BY_ROWS, sharding=rules.norm,
-              backward_sharding=rules.norm_backward)
+register("layer_norm", fake=norms.LAYER_NORM.fake, setup_context=norms.LAYER_NORM.setup_context,
+         backward=norms.LAYER_NORM.backward, plain=norms.LAYER_NORM.plain, autocast=FLOAT32_ON_CUDA, nested=BY_ROWS,
+         sharding=rules.norm)
+register("layer_norm_backward", fake=norms.LAYER_NORM.backward_fake,
+         setup_context=norms.LAYER_NORM.backward_setup_context, backward=norms.LAYER_NORM.second,
+         plain=norms.LAYER_NORM.backward_plain, sharding=rules.norm_backward)
 
-# ---- softmax, log_softmax ----
+# ---- rms_norm ----
 
-register_pair(softmaxes.SOFTMAX, autocast=FLOAT32_ON_CUDA, nested=NONE, sharding=rules.lines)
-register_pair(softmaxes.LOG_SOFTMAX, autocast=FLOAT32_ON_CUDA, nested=NONE, sharding=rules.lines)
+register("rms_norm", fake=norms.RMS_NORM.fake, setup_context=norms.RMS_NORM.setup_context,
+         backward=norms.RMS_NORM.backward, plain=norms.RMS_NORM.plain,
+         autocast=FLOAT32_ON_CUDA if norms.CASTS_RMS_NORM else None, nested=BY_ROWS, sharding=rules.norm)
+register("rms_norm_backward", fake=norms.RMS_NORM.backward_fake, setup_context=norms.RMS_NORM.backward_setup_context,
+         backward=norms.RMS_NORM.second, plain=norms.RMS_NORM.backward_plain, sharding=rules.norm_backward)
+
+# ---- add_layer_norm ----
+
+register("add_layer_norm", fake=norms.ADD_LAYER_NORM.fake, setup_context=norms.ADD_LAYER_NORM.setup_context,
+         backward=norms.ADD_LAYER_NORM.backward, plain=norms.ADD_LAYER_NORM.plain, nested=BY_ROWS, sharding=rules.norm)
+register("add_layer_norm_backward", fake=norms.ADD_LAYER_NORM.backward_fake,
+         setup_context=norms.ADD_LAYER_NORM.backward_setup_context, backward=norms.ADD_LAYER_NORM.second,
+         plain=norms.ADD_LAYER_NORM.backward_plain, sharding=rules.norm_backward)
+
+# ---- add_rms_norm ----
+
+register("add_rms_norm", fake=norms.ADD_RMS_NORM.fake, setup_context=norms.ADD_RMS_NORM.setup_context,
+         backward=norms.ADD_RMS_NORM.backward, plain=norms.ADD_RMS_NORM.plain, nested=BY_ROWS, sharding=rules.norm)
+register("add_rms_norm_backward", fake=norms.ADD_RMS_NORM.backward_fake,
+         setup_context=norms.ADD_RMS_NORM.backward_setup_context, backward=norms.ADD_RMS_NORM.second,
+         plain=norms.ADD_RMS_NORM.backward_plain, sharding=rules.norm_backward)
+
+# ---- layer_norm_dropout ----
+
+register("layer_norm_dropout", fake=norms.LAYER_NORM_DROPOUT.fake,
+         setup_context=norms.LAYER_NORM_DROPOUT.setup_context, backward=norms.LAYER_NORM_DROPOUT.backward,
+         plain=norms.LAYER_NORM_DROPOUT.plain, autocast=FLOAT32_ON_CUDA, nested=BY_ROWS, sharding=rules.norm)
+register("layer_norm_dropout_backward", fake=norms.LAYER_NORM_DROPOUT.backward_fake,
+         setup_context=norms.LAYER_NORM_DROPOUT.backward_setup_context, backward=norms.LAYER_NORM_DROPOUT.second,
+         plain=norms.LAYER_NORM_DROPOUT.backward_plain, sharding=rules.norm_backward)
+
+# ---- softmax ----
+
+register("softmax", fake=softmaxes.SOFTMAX.fake, setup_context=softmaxes.SOFTMAX.setup_context,
+         backward=softmaxes.SOFTMAX.backward, plain=torch.softmax, autocast=FLOAT32_ON_CUDA, nested=NONE,
+         sharding=rules.lines)
+register("softmax_backward", fake=softmaxes.SOFTMAX.backward_fake, backward=softmaxes.softmax_second,
+         plain=softmaxes.softmax_backward_plain, sharding=rules.lines)
+
+# ---- log_softmax ----
+
+register("log_softmax", fake=softmaxes.LOG_SOFTMAX.fake, setup_context=softmaxes.LOG_SOFTMAX.setup_context,
+         backward=softmaxes.LOG_SOFTMAX.backward, plain=torch.log_softmax, autocast=FLOAT32_ON_CUDA, nested=NONE,
+         sharding=rules.lines)
+register("log_softmax_backward", fake=softmaxes.LOG_SOFTMAX.backward_fake, backward=softmaxes.log_softmax_second,
+         plain=softmaxes.log_softmax_backward_plain, sharding=rules.lines)
 
 # ---- cumsum ----
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
-from ..registration.entries import Pair
 from .common import fake_like
 from .pointwise import gelu_backward_plain, gelu_plain, is_tanh, silu_backward_plain
 
@@ -53,13 +52,12 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return _ops.geglu(gate, up, is_tanh("geglu", approximate))
 
 
-class Gate(Pair):
+class Gate:
     """Holds the functions that ops.py registers for a gate and its backward operator. The gate's operator takes (gate,
     up, *options) and returns activation(gate) * up."""
 
-    def __init__(self, op: str, activation: str, **functions: Any) -> None:
-        super().__init__(op, **functions)
-        self.gated, self.backward_op = getattr(_ops, op), getattr(_ops, f"{op}_backward")
+    def __init__(self, op: str, activation: str) -> None:
+        self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
         self.fake = fake_like(op, "gate", "up", like="gate")
         self.of_activation = getattr(_ops, f"{activation}_backward")  # maps (g, gate) to g * a'(gate)
         self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # for p, g, gate: p * g * a''(gate)
@@ -94,6 +92,9 @@ class Gate(Pair):
         }
 
 
+SWIGLU, GEGLU = Gate("swiglu", "silu"), Gate("geglu", "gelu")
+
+
 def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
@@ -108,7 +109,3 @@ def geglu_plain(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
 
 def geglu_backward_plain(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     return gelu_backward_plain(grad_out * up, gate, tanh), grad_out * gelu_plain(gate, tanh)
-
-
-SWIGLU = Gate("swiglu", "silu", plain=swiglu_plain, backward_plain=swiglu_backward_plain)
-GEGLU = Gate("geglu", "gelu", plain=geglu_plain, backward_plain=geglu_backward_plain)

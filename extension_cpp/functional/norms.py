@@ -11,7 +11,6 @@ from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.calls import own_ops
-from ..registration.entries import Pair
 from . import dropout, norm_formulas
 from .norm_checks import check_dropout, check_norm, norm_gradients, norm_statistics
 
@@ -209,7 +208,7 @@ def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 # ---- fakes, derivatives and plain forms ----
 
 
-class Norm(Pair):
+class Norm:
     """Holds the functions that ops.py registers for a norm and its backward operator.
 
     The names of the arguments in the two schemas say how the norms differ. Arguments in brackets exist only if the norm
@@ -222,8 +221,7 @@ class Norm(Pair):
     """
 
     def __init__(self, op: str) -> None:
-        super().__init__(op)
-        self.backward_op = getattr(_ops, f"{op}_backward")
+        self.op, self.backward_op = op, getattr(_ops, f"{op}_backward")
         self.inputs, self.backward_inputs = _arguments(op), _arguments(f"{op}_backward")
         self.adds, self.drops = "residual" in self.inputs, "seed" in self.inputs
         self.x = "sum" if self.adds else "x"  # the name of the normalized tensor in backward

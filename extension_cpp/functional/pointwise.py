@@ -10,7 +10,6 @@ from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.calls import call
-from ..registration.entries import Pair
 from .common import fake_like
 
 # ---- muladd ----
@@ -203,11 +202,10 @@ def is_tanh(op: str, approximate: str) -> bool:
     return approximate == "tanh"
 
 
-class Activation(Pair):
+class Activation:
     """Holds the functions that ops.py registers for an activation (x, *options), its backward and double backward."""
 
-    def __init__(self, op: str, **functions: Any) -> None:
-        super().__init__(op, **functions)
+    def __init__(self, op: str) -> None:
         self.backward_op, self.double_backward_op = (getattr(_ops, f"{op}_{name}backward") for name in ("", "double_"))
         self.fake, self.backward_fake = fake_like(op, "x"), fake_like(f"{op}_backward", "grad_out", "x")
         self.double_backward_fake = fake_like(f"{op}_double_backward", "grad_grad_x", "grad_out", "x")
@@ -222,6 +220,9 @@ class Activation(Pair):
             "grad_out": self.backward_op(grad_grad_x, x, *ctx.options),
             "x": self.double_backward_op(grad_grad_x, grad_out, x, *ctx.options),
         }
+
+
+MISH, SILU, GELU = Activation("mish"), Activation("silu"), Activation("gelu")
 
 
 def mish_backward_plain(grad_out: Tensor, x: Tensor) -> Tensor:
@@ -245,11 +246,6 @@ def gelu_backward_plain(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
         return grad_out * (s + x * s * (1 - s) * c * (1 + 3 * 0.044715 * x * x))
     density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     return grad_out * (torch.special.ndtr(x) + x * density)
-
-
-MISH = Activation("mish", plain=torch.nn.functional.mish, backward_plain=mish_backward_plain)
-SILU = Activation("silu", plain=torch.nn.functional.silu, backward_plain=silu_backward_plain)
-GELU = Activation("gelu", plain=gelu_plain, backward_plain=gelu_backward_plain)
 
 
 # ---- scale_bias_relu, bias_gelu ----
@@ -306,12 +302,11 @@ def check_bias(op: str, x: Tensor, bias: Tensor) -> None:
     checks.check_sizes(op, bias.shape, x.shape[-1:], f"{expected}, but got {list(bias.shape)}")
 
 
-class Biased(Pair):
+class Biased:
     """Holds the functions that ops.py registers for an operator (x, bias, option) and its backward operator."""
 
-    def __init__(self, op: str, **functions: Any) -> None:
-        super().__init__(op, **functions)
-        self.backward_op = getattr(_ops, f"{op}_backward")
+    def __init__(self, op: str) -> None:
+        self.op, self.backward_op = op, getattr(_ops, f"{op}_backward")
 
     def fake(self, x: Tensor, bias: Tensor, option: Any) -> Tensor:
         check_bias(self.op, x, bias)
@@ -329,6 +324,9 @@ class Biased(Pair):
         x, bias = ctx.saved_tensors
         grad_x, grad_bias = self.backward_op(grad_out, x, bias, *ctx.options, *ctx.needs_input_grad[:2])
         return {"x": grad_x, "bias": grad_bias}
+
+
+SCALE_BIAS_RELU, BIAS_GELU = Biased("scale_bias_relu"), Biased("bias_gelu")
 
 
 def scale_bias_relu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -379,13 +377,3 @@ def bias_gelu_backward_plain(
     g = gelu_backward_plain(grad_out, x + bias, tanh)
     grad_bias = g.sum_to_size(bias.shape) if needs_grad_bias else bias.new_empty(0)
     return g if needs_grad_x else x.new_empty(0), grad_bias
-
-
-SCALE_BIAS_RELU = Biased(
-    "scale_bias_relu",
-    plain=reference.scale_bias_relu,
-    backward_setup_context=scale_bias_relu_backward_setup_context,
-    second=scale_bias_relu_second,
-    backward_plain=scale_bias_relu_backward_plain,
-)
-BIAS_GELU = Biased("bias_gelu", plain=bias_gelu_plain, second=bias_gelu_second, backward_plain=bias_gelu_backward_plain)

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _ops
 from ..registration.autograd import Gradients
-from ..registration.entries import Pair
 from .common import as_dim, fake_like, wide
 
 
@@ -50,11 +48,10 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     return _ops.log_softmax(input, as_dim("log_softmax", dim))
 
 
-class Softmax(Pair):
+class Softmax:
     """Holds the functions that ops.py registers for softmax or log_softmax and its backward operator."""
 
-    def __init__(self, op: str, **functions: Any) -> None:
-        super().__init__(op, **functions)
+    def __init__(self, op: str) -> None:
         self.backward_op = getattr(_ops, f"{op}_backward")
         self.fake = fake_like(op, "x", along_dim=True)
         self.backward_fake = fake_like(f"{op}_backward", "grad_out", "y", along_dim=True)
@@ -66,6 +63,9 @@ class Softmax(Pair):
     def backward(self, ctx: Any, grad_out: Tensor) -> Gradients:
         (y,) = ctx.saved_tensors
         return {"x": self.backward_op(grad_out, y, ctx.dim)}
+
+
+SOFTMAX, LOG_SOFTMAX = Softmax("softmax"), Softmax("log_softmax")
 
 
 def softmax_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
@@ -93,9 +93,3 @@ def softmax_backward_plain(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
 def log_softmax_backward_plain(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
     g = wide(grad_out)
     return (g - wide(y).exp() * g.sum(dim, keepdim=True)).to(y.dtype)
-
-
-SOFTMAX = Softmax("softmax", plain=torch.softmax, second=softmax_second, backward_plain=softmax_backward_plain)
-LOG_SOFTMAX = Softmax(
-    "log_softmax", plain=torch.log_softmax, second=log_softmax_second, backward_plain=log_softmax_backward_plain
-)

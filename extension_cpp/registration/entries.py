@@ -93,50 +93,6 @@ def register(
             _register_kernel(op + ALL_RESULTS, kernel)
 
 
-class Pair:
-    """Holds the functions that `register_pair` registers for an operator and for its backward operator.
-
-    A subclass has methods for the functions that several operators share. The constructor takes the others.
-    """
-
-    fake: Callable[..., Any]
-    setup_context: Callable[..., None] | None = None
-    backward: Callable[..., Gradients]
-    plain: Callable[..., Any]
-    backward_fake: Callable[..., Any]
-    backward_setup_context: Callable[..., None] | None = None
-    second: Callable[..., Gradients]  # the backward of the backward operator
-    backward_plain: Callable[..., Any]
-
-    def __init__(self, op: str, **functions: Callable[..., Any]) -> None:
-        self.op = op
-        vars(self).update(functions)
-
-
-def register_pair(
-    pair: Pair, *, nested: Mark, sharding: Rule, backward_sharding: Rule | None = None, autocast: Mark | None = None
-) -> None:
-    """Registers an operator and its backward operator, which by default have the same rule for DTensors."""
-    register(
-        pair.op,
-        fake=pair.fake,
-        setup_context=pair.setup_context,
-        backward=pair.backward,
-        plain=pair.plain,
-        autocast=autocast,
-        nested=nested,
-        sharding=sharding,
-    )
-    register(
-        f"{pair.op}_backward",
-        fake=pair.backward_fake,
-        setup_context=pair.backward_setup_context,
-        backward=pair.second,
-        plain=pair.backward_plain,
-        sharding=backward_sharding or sharding,
-    )
-
-
 def _save_inputs(op: str) -> Callable[..., None]:
     """Makes a setup_context that saves an operator's tensors, its first arguments. The others become ctx.options."""
     schema = getattr(own_ops, op).default._schema

@@ -31,16 +31,12 @@ def test_every_operator_says_what_autograd_does() -> None:
 
 def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> None:
     """Every public op's entry in ops.py says what the op does with nested tensors and with DTensors."""
-    entries = {}
-    for node in ast.walk(ast.parse(Path(ops.__file__).read_text())):
-        match node:
-            case ast.Call(ast.Name("register"), [ast.Constant(name)]):
-                given = {}
-            case ast.Call(ast.Name("register_pair"), [ast.Attribute(_, name)]):  # norms.RMS_NORM, for example
-                given = dict.fromkeys(("fake", "backward", "plain"), "of the pair")
-            case _:
-                continue
-        entries[name.lower()] = given | {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    calls = [node for node in ast.walk(ast.parse(Path(ops.__file__).read_text())) if isinstance(node, ast.Call)]
+    entries = {
+        call.args[0].value: {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "register" and isinstance(call.args[0], ast.Constant)
+    }
     assert {*ops.__all__} <= entries.keys()
     for name in ops.__all__:
         entry = entries[name]
