@@ -18,6 +18,7 @@ call this argument ``x``, for cross_entropy ``logits``.
 import torch
 from torch.nn import functional as F
 
+from . import reference
 from .functional import dropout as drop
 from .functional import gates, linear_loss, losses, norms, pointwise, scans
 from .functional import reduce_sum as sums
@@ -79,7 +80,7 @@ __all__ = [  # noqa: RUF022  # in the order of docs/ops.md
 # ---- muladd ----
 
 register("muladd", fake=pointwise.muladd_fake, setup_context=pointwise.muladd_setup_context,
-         backward=pointwise.muladd_backward, plain=pointwise.muladd_plain, nested=BY_ROWS, sharding=rules.pointwise)
+         backward=pointwise.muladd_backward, plain=reference.muladd, nested=BY_ROWS, sharding=rules.pointwise)
 register("muladd.out", fake=pointwise.muladd_out_fake, backward=WRITES, sharding=NONE)
 register("muladd_backward", fake=pointwise.muladd_backward_fake, backward=pointwise.muladd_second,
          plain=pointwise.muladd_backward_plain, sharding=rules.pointwise)
@@ -147,7 +148,7 @@ register("geglu_backward", fake=gates.GEGLU.backward_fake, backward=gates.GEGLU.
 # ---- reduce_sum ----
 
 register("reduce_sum", fake=sums.reduce_sum_fake, setup_context=sums.reduce_sum_setup_context,
-         backward=sums.reduce_sum_backward, plain=sums.reduce_sum_plain, nested=NONE, sharding=rules.reduce_sum)
+         backward=sums.reduce_sum_backward, plain=reference.reduce_sum, nested=NONE, sharding=rules.reduce_sum)
 
 # ---- dropout ----
 

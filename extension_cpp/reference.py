@@ -1,4 +1,5 @@
-"""Defines every op in plain PyTorch, with the op's signature. The tests compare the ops with these in float64.
+"""Defines every op in plain PyTorch, with the op's signature. The tests compare the ops with these in float64. Some of
+them are also the plain forms of functional/, which forward-mode differentiation runs.
 
 A function that draws random numbers also takes a seed; if it is None, the function draws one."""
 

@@ -17,7 +17,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from extension_cpp.convert import forwards
+from extension_cpp.convert import formulas, forwards
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.test_convert import make
@@ -171,7 +171,7 @@ def test_pickles_are_loaded_in_any_mode() -> None:
     made = fresh_modules().Attention
     sites = frozenset({forwards.Site("rotary", "apply_rotary_pos_emb")})
     with torch.inference_mode(), FakeTensorMode():
-        module = forwards._blank(made, sites)
+        module = formulas.blank(forwards.rewritten_class, made, sites)
     assert len(type(module).rotaries) == 1
 
 

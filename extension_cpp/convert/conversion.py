@@ -180,7 +180,7 @@ def _rewritten(
     that as a whole are replaced. Adds the names of the rewritten modules to `result`."""
     changes = {}
     for name, module in modules.items():
-        if module in classes or not module._modules or isinstance(module, (*OURS, model_loss.LinearLossModel)):
+        if module in classes or not module._modules or isinstance(module, OURS):
             continue
         if model_loss.is_model(module) or _obstacle(module) is not None:
             continue
@@ -222,7 +222,7 @@ def revert(model: torch.nn.Module) -> Converted:
             vars(module).pop("received", None)  # a converted output layer has this attribute, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif isinstance(module, (formulas.GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
+        elif isinstance(module, (formulas.GeneratedModule, model_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
         if model_loss.restore(module):
             result.changed[name] = _class_name(module)
@@ -249,7 +249,7 @@ def _original(converted: type) -> type | None:
     """Returns the class that a converted module had before, or None if convert did not make its class."""
     if formulas.is_generated(converted):
         return converted.original  # type: ignore[attr-defined]  # every class that convert makes has it
-    return ORIGINALS.get(converted) or model_loss.original_class(converted)
+    return torch.nn.Linear if converted is model_loss.Head else ORIGINALS.get(converted)
 
 
 def _forget_what_was_compiled(result: Converted) -> None:
@@ -314,11 +314,11 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
         base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
         does = "draws" if base == "Dropout" else "computes"
         raise Unfit(f"a subclass of torch.nn.{base}, and what it {does} cannot be compared")
-    if isinstance(module, torch.nn.Dropout) and module.inplace:
+    if getattr(module, "inplace", False):
         raise Unfit("it works in place, which the op could only copy")
     if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
         raise Unfit("its dim is None, so PyTorch chooses it by the input's number of dimensions")
-    if type(module) in REPLACEMENTS and not getattr(module, "inplace", False):
+    if type(module) in REPLACEMENTS:
         return REPLACEMENTS[type(module)]
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
@@ -333,8 +333,8 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
     original: type = type(module)
     try:
         return formulas.formula_class(original, formula)
-    except Exception as error:  # raised by the original class's metaclass or __init_subclass__
-        raise Unfit(f"it computes {formula}, but its class cannot be subclassed ({error})") from error
+    except Unfit as reason:
+        raise Unfit(f"it computes {formula}, but {reason}") from None
 
 
 def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:

@@ -4,13 +4,14 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from .. import modules as nn
 
@@ -85,25 +86,37 @@ class Generated(type):
 
 
 def generated_class(base: type, original: type, names: dict[str, Any]) -> type:
-    """Makes a subclass of `base` and the original, with the original's name, which tools and models look for."""
+    """Makes a subclass of `base` and the original, with the original's names, which tools and models look for."""
     kind = type(original)
     metaclass = Generated if kind is type else type(kind.__name__, (Generated, kind), {})
-    names = {"__doc__": original.__doc__, "original": original, **names}
-    return metaclass(original.__name__, (base, original), names)
+    kept = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
+    try:
+        return metaclass(original.__name__, (base, original), {**kept, "original": original, **names})
+    except Exception as error:  # raised by the original class's metaclass or __init_subclass__
+        raise Unfit(f"its class cannot be subclassed ({error})") from error
 
 
 class GeneratedModule(nn.NotScriptable):
     """The base class of the classes that convert puts in front of a module's class."""
 
     original: ClassVar[type]
-    blank: ClassVar[tuple[Any, ...]]  # a function that makes an empty instance, and its arguments
+    made_by: ClassVar[tuple[Any, ...]]  # the function that made the class, and its arguments, the first the original
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies the module without its generated class, which loading makes again."""
         if not is_generated(type(self)):  # a subclass made elsewhere, with its own way to pickle
             return super().__reduce_ex__(protocol)
-        function, *arguments = self.blank
-        return function, tuple(arguments), *super().__reduce_ex__(protocol)[2:]
+        return blank, self.made_by, *super().__reduce_ex__(protocol)[2:]
+
+
+def blank(make: Any, original: type, *arguments: Any) -> torch.nn.Module:
+    """Makes an instance of a generated class, without attributes."""
+    try:
+        return object.__new__(make(original, *arguments))
+    except Unfit as reason:
+        raise RuntimeError(
+            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {reason}"
+        ) from None
 
 
 def is_generated(kind: type) -> bool:
@@ -124,8 +137,8 @@ def is_formula_class(kind: type) -> bool:
 
 @functools.cache
 def formula_class(original: type, formula: Any) -> type:
-    names = {"__module__": __name__, "formula": formula, "forward": _forward_of(formula.input)}
-    return generated_class(FormulaModule, original, {**names, "blank": (blank_of_formula, original, formula)})
+    names = {"formula": formula, "forward": _forward_of(formula.input), "made_by": (formula_class, original, formula)}
+    return generated_class(FormulaModule, original, names)
 
 
 def _forward_of(name: str) -> Any:
@@ -136,10 +149,6 @@ def _forward_of(name: str) -> Any:
     return namespace["forward"]
 
 
-def blank_of_formula(original: type, formula: Any) -> torch.nn.Module:
-    return object.__new__(formula_class(original, formula))
-
-
 # ---- running modules on probes ----
 
 
@@ -147,11 +156,11 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 
 
-def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any) -> torch.nn.Module:
+def twin_of(module: torch.nn.Module, parameters: Sequence[Tensor], **attributes: Any) -> torch.nn.Module:
     """Makes a module of the same class with other parameters and attributes, whose forward runs without hooks."""
     twin = copy.copy(module)
     vars(twin).pop("forward", None)
-    given = dict(zip(parameters_of(module), map(torch.nn.Parameter, parameters), strict=True))
+    given: dict[str, Any] = dict(zip(parameters_of(module), parameters, strict=True))
     twin._parameters = {**dict.fromkeys(module._parameters), **given}
     vars(twin).update(attributes)
     return twin
@@ -196,15 +205,25 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
 
 
-def gradients_of(y: Tensor | None, inputs: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...] | None:
-    """Returns the gradients of the result of unknown code, or None if it raises or an input has no gradient."""
-    if y is None or not y.requires_grad:
-        return None
-    try:
-        found = torch.autograd.grad(y, inputs, grad_out.to(y.dtype), allow_unused=True)
-    except Exception:  # unknown code may raise anything
-        return None
-    return None if any(each is None for each in found) else found
+def gradients_agree(
+    function: Callable[..., Any], exact: Callable[..., Any], inputs: Sequence[Tensor], bound: float
+) -> bool:
+    """Returns whether a function of unknown code has the gradients of exact(*inputs), which is computed in float64. The
+    gradients differ if the function detaches a term. `bound` is relative to the largest gradient of a row."""
+    gradients = []
+    for each, tensors in ((function, inputs), (exact, [x.double() for x in inputs])):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        try:
+            results = each(*(leaf * 1 for leaf in leaves))  # it may write into its input, which must not be a leaf
+            total = torch.stack([(y * y.detach().cos()).sum() for y in tree_leaves(results)]).sum()
+            found = torch.autograd.grad(total, leaves, allow_unused=True)
+        except Exception:  # unknown code may raise anything
+            return False
+        if any(gradient is None for gradient in found):
+            return False
+        gradients.append(found)
+    pairs = zip(*gradients, strict=True)
+    return all(bool(((a.double() - b).abs().amax(-1) <= bound * b.abs().amax(-1)).all()) for a, b in pairs)
 
 
 def probed_dtypes(
@@ -227,14 +246,11 @@ def probed_dtypes(
 
 def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
     """Returns for each of CONTEXTS the rule (a key of RESULTS) that the dtypes of a module's results follow."""
-    taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
+    probed = {context: list(probed_dtypes(module, width, context)) for context in CONTEXTS}
+    taken = {each[:2] for each in probed[""]}
     found = []
-    for context in CONTEXTS:
-        results = [
-            (x, weight, result)
-            for x, weight, result in probed_dtypes(module, width, context)
-            if (x, weight) in taken or (context and torch.float64 not in (x, weight))
-        ]
+    for context, every in probed.items():
+        results = [each for each in every if each[:2] in taken or (context and torch.float64 not in each[:2])]
         device = context or "cpu"
         rules = (rule for rule, of in RESULTS.items() if all(of(x, w, device) == result for x, w, result in results))
         rule = next(rules, None)

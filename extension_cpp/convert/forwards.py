@@ -31,7 +31,6 @@ AS_INPUT = ("x",) * len(CONTEXTS)
 class RewrittenModule(GeneratedModule):
     """The base class of modules with a rewritten forward, which calls the methods of this class."""
 
-    sites: ClassVar[frozenset[Site]]
     rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # the site, function and Rotary of each recognised call
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
@@ -106,30 +105,17 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
 
 @functools.cache
 def rewritten_class(original: type, sites: frozenset[Site]) -> type:
-    """Makes a subclass of RewrittenModule and the original. transformers reads the class's __module__ and the signature
-    of its forward, so both are the original's."""
+    """Makes a subclass of RewrittenModule and the original, with the signature of the original's forward, which
+    transformers reads."""
     forward = sources.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     rotaries = []
     for site in sites:
         if site.kind == "rotary":
             with contextlib.suppress(Unfit):
                 function = function_of(original, site)
                 rotaries.append((site, function, rotary_of(function, site.options, site.arguments)))
-    more = {"sites": sites, "forward": forward, "rotaries": tuple(rotaries), "blank": (_blank, original, sites)}
-    try:
-        return generated_class(RewrittenModule, original, names | more)
-    except Exception as error:  # raised by the original class's metaclass or __init_subclass__
-        raise Unfit(f"its class cannot be subclassed ({error})") from error
-
-
-def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
-    try:
-        return object.__new__(rewritten_class(original, sites))
-    except Unfit as reason:
-        raise RuntimeError(
-            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {reason}"
-        ) from None
+    names = {"forward": forward, "rotaries": tuple(rotaries), "made_by": (rewritten_class, original, sites)}
+    return generated_class(RewrittenModule, original, names)
 
 
 # ---- deciding ----
@@ -150,21 +136,18 @@ def decide(
     wanted, reasons = [], []
     for site in sites:
         child = module._modules.get(site.name)
-        kind_of_child = None if child is None else class_of(child)
-        if site.kind == "dropout":
-            if (site == FUNCTIONAL_DROPOUT or kind_of_child is nn.Dropout) and wants("dropout"):
-                wanted.append(site)
-            continue
-        function = "rotary_embedding" if site.kind == "rotary" else _function_at(site, kind_of_child)
+        function = _function_at(site, None if child is None else class_of(child))
         if function is None or not wants(function):
             continue
         try:
             if site.kind == "rotary":
                 rotary_of(function_of(kind, site), site.options, site.arguments)
-            wanted.append(site)
-            functions[function] = None
         except Unfit as reason:
             reasons.append(f"its {site.name} {reason}")
+            continue
+        wanted.append(site)
+        if site.kind != "dropout":
+            functions[function] = None
     called, made = ", ".join(functions), None
     try:
         made = rewritten_class(kind, frozenset(wanted)) if called else None
@@ -174,8 +157,12 @@ def decide(
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:
-    """Returns the function that replaces a gated product or the norm of a sum. `kind` is the class of the child module
-    that is the activation or the norm."""
+    """Returns the function that replaces the code at a site. `kind` is the class of the child module that is the
+    activation, the norm or the dropout."""
+    if site.kind == "rotary":
+        return "rotary_embedding"
+    if site.kind == "dropout":
+        return "dropout" if site == FUNCTIONAL_DROPOUT or kind is nn.Dropout else None
     formula: Any = kind.formula if kind is not None and is_formula_class(kind) else None  # type: ignore[attr-defined]
     if site.kind == "add_norm":
         if kind in (nn.LayerNorm, nn.RMSNorm):

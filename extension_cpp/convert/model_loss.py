@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..functional import linear_loss, losses
-from .formulas import generated_class
+from .formulas import GeneratedModule, Unfit, generated_class
 
 
 def causal_lm_loss(
@@ -30,9 +30,8 @@ def causal_lm_loss(
 ) -> Tensor:
     """Computes transformers' ForCausalLMLoss, without its float32 copy of the logits."""
     targets = _targets(labels, shift_labels, ignore_index, logits.device)
-    loss = losses.float_cross_entropy(
-        logits.reshape(-1, vocab_size), targets, ignore_index, _reduction(num_items_in_batch)
-    )
+    given = logits.reshape(-1, vocab_size), targets, None, _reduction(num_items_in_batch)
+    loss = losses.call_cross_entropy(*given, losses.LossOptions(ignore_index), float_loss=True)
     return _scaled(loss, num_items_in_batch)
 
 
@@ -60,7 +59,7 @@ def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
 def is_causal_lm(module: torch.nn.Module) -> bool:
     """Returns whether a module is a transformers model whose loss is ForCausalLMLoss, set directly or by loss_type."""
     utilities = sys.modules.get("transformers.loss.loss_utils")
-    if utilities is None or not isinstance(module, _modeling().PreTrainedModel) or isinstance(module, LinearLossModel):
+    if utilities is None or not is_model(module) or isinstance(module, LinearLossModel):
         return False
     if "_loss_function" in vars(module):
         return vars(module)["_loss_function"] in (utilities.ForCausalLMLoss, causal_lm_loss)
@@ -75,22 +74,21 @@ def _calls_loss_function(module: torch.nn.Module) -> bool:
 
 def is_model(module: torch.nn.Module) -> bool:
     """Returns whether a module is a model of transformers."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+    return isinstance(module, _model_class() or ())
+
+
+def _model_class() -> Any:
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
 def obstacle(module: torch.nn.Module) -> str | None:
     """Returns why the loss function of a causal language model cannot be replaced, or None if it can."""
     if not _calls_loss_function(module):
         return "its forward does not call loss_function, but computes the loss itself"
-    if inspect.getattr_static(type(module), "loss_function", None) is not _modeling().PreTrainedModel.loss_function:
+    if inspect.getattr_static(type(module), "loss_function", None) is not _model_class().loss_function:
         return "its class has a loss_function of its own"
     devices = {parameter.device.type for parameter in module.parameters()} - {"cpu", "cuda", "meta"}
     return f"it has parameters on {min(devices)}, and the ops run on CPU and CUDA" if devices else None
-
-
-def _modeling() -> Any:
-    return sys.modules["transformers.modeling_utils"]
 
 
 def decide(
@@ -98,13 +96,14 @@ def decide(
 ) -> tuple[bool, "Plan | None", str | None]:
     """Returns whether to replace the loss function of a causal language model, the plan of its linear loss, and the
     reason if one of them is missing."""
-    reason = obstacle(module)
-    if reason is not None or not is_linear:
-        return reason is None and not _has_our_loss(module), None, reason
-    plan = linear_plan(module, obstacle_of)
-    if isinstance(plan, Plan):
-        return True, plan, None
-    return not _has_our_loss(module), None, f"its loss cannot be linear: {plan}"
+    if (reason := obstacle(module)) is not None:
+        return False, None, reason
+    if is_linear:
+        try:
+            return True, linear_plan(module, obstacle_of), None
+        except Unfit as unfit:
+            reason = f"its loss cannot be linear: {unfit}"
+    return not _has_our_loss(module), None, reason
 
 
 def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
@@ -159,11 +158,10 @@ class Head(torch.nn.Linear):
         return "Linear"
 
 
-class LinearLossModel:
-    """A base class put in front of a model's class. It computes the loss from the output layer's input."""
+class LinearLossModel(GeneratedModule):
+    """The base class of models that compute the loss from the output layer's input."""
 
     plan: ClassVar[Plan]
-    original: ClassVar[type]
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
@@ -190,22 +188,16 @@ class LinearLossModel:
             x = x * self.plan.scale
         targets = _targets(labels, shift_labels, ignore_index, x.device)
         rows = x.reshape(-1, x.shape[-1])
-        given = rows, head.weight, targets, head.bias, _reduction(num_items_in_batch)
+        given = rows, head.weight, targets, head.bias, None, _reduction(num_items_in_batch)
         options = losses.LossOptions(ignore_index, softcap=self.plan.softcap)
-        loss = linear_loss.float_linear_cross_entropy(*given, options)
+        loss = linear_loss.call_linear_cross_entropy(*given, options, float_loss=True)
         return _scaled(loss, num_items_in_batch)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies the model without its generated class, which loading makes again."""
-        if original_class(type(self)) is None:  # a subclass made elsewhere, with its own way to pickle
-            return super().__reduce_ex__(protocol)
-        return _blank, (self.original, self.plan), *super().__reduce_ex__(protocol)[2:]
 
 
 @functools.cache
 def linear_class(original: type, plan: Plan) -> type:
-    """Makes a subclass of LinearLossModel and the original. transformers reads the class's __module__ and the signature
-    of its forward, so both are the original's."""
+    """Makes a subclass of LinearLossModel and the original, with the signature of the original's forward, which
+    transformers reads."""
 
     @functools.wraps(original.forward)  # type: ignore[attr-defined]  # `type` has no forward, a model's class has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,18 +211,8 @@ def linear_class(original: type, plan: Plan) -> type:
             head.received = None  # and not `del`, which torch.compile cannot replay
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "plan": plan, "forward": forward}
+    names = {"plan": plan, "forward": forward, "made_by": (linear_class, original, plan)}
     return generated_class(LinearLossModel, original, names)
-
-
-def _blank(original: type, plan: Plan) -> torch.nn.Module:
-    return object.__new__(linear_class(original, plan))
-
-
-def original_class(converted: type) -> type | None:
-    if issubclass(converted, LinearLossModel) and converted.__bases__[0] is LinearLossModel:
-        return converted.original
-    return torch.nn.Linear if converted is Head else None
 
 
 def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -259,30 +241,27 @@ def must_run(head: torch.nn.Module) -> str | None:
 # ---- following a model's forward ----
 
 
-def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module], str | None]) -> Plan | str:
-    """Returns how to compute the loss from the output layer's input, or why that is not possible."""
+def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module], str | None]) -> Plan:
+    """Returns how to compute the loss from the output layer's input. Raises Unfit if that is not possible."""
     head = module.get_output_embeddings()  # type: ignore[operator]  # a model's
     name = next((name for name, each in module._modules.items() if each is head and head is not None), None)
     if name is None:
-        return "its output layer is not one of its own modules"
+        raise Unfit("its output layer is not one of its own modules")
     if type(head) not in (Head, torch.nn.Linear):
-        return f"its {name} is a {type(head).__name__}, not a plain torch.nn.Linear"
+        raise Unfit(f"its {name} is a {type(head).__name__}, not a plain torch.nn.Linear")
     reason = must_run(head) or ("is empty, as sharding leaves it" if head.weight.dim() != 2 else None)
     if reason is not None:
-        return f"its {name} {reason}"
+        raise Unfit(f"its {name} {reason}")
     if (reason := obstacle_of(head)) is not None:
-        return f"of its {name}: {reason}"
+        raise Unfit(f"of its {name}: {reason}")
     if "forward" in vars(module):
-        return "its forward was replaced on the instance"
+        raise Unfit("its forward was replaced on the instance")
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if "labels" not in arguments:
-        return "its forward does not name labels among its arguments"
-    found = _logits_to_loss(module, name)
-    if isinstance(found, str):
-        return found
-    scale, softcap = found
+        raise Unfit("its forward does not name labels among its arguments")
+    scale, softcap = _logits_to_loss(module, name)
     if scale != 1 and head.bias is not None:
-        return f"it scales the logits, and its {name} has a bias"
+        raise Unfit(f"it scales the logits, and its {name} has a bias")
     return_dict = arguments.index("return_dict") if "return_dict" in arguments else None
     return Plan(name, arguments.index("labels"), return_dict, scale, softcap)
 
@@ -291,26 +270,26 @@ def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module]
 SMALL, LARGE = 2.0**-20, 2.0**100
 
 
-def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | None] | str:
+def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | None]:
     """Returns the scale and the softcap that forward applies to the logits, found by running forward on a probe."""
     head: Any = module._modules[name]
-    unknown = "what its forward does with the logits is not known"
+    unknown = Unfit("what its forward does with the logits is not known")
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(1, 2, head.weight.shape[0], generator=generator, dtype=torch.float64) * 4
         probe[0, :, 0] = torch.tensor([SMALL, LARGE])
         got = _follow(module, name, probe.clone())
         if got is None or _follow(module, name, torch.zeros(1, 2, 1)) is None:
-            return unknown
+            raise unknown
         if got.shape != probe.shape or not got.is_floating_point():
-            return unknown
+            raise unknown
         scale, large = (got[0, :, 0].double() / torch.tensor([SMALL, 1.0], dtype=torch.float64)).tolist()
         scale = 1.0 if abs(scale - 1) <= 1e-6 else scale
         softcap = None if abs(large - scale * LARGE) <= 1e-6 * abs(scale * LARGE) else large
         want = probe * scale if softcap is None else softcap * torch.tanh(probe * scale / softcap)
         # The bound allows a few roundings in float32, because some models scale in float32.
         if not bool(((got - want).abs() <= 1e-6 * want.abs()).all()) or (softcap or 1) <= 0:
-            return unknown
+            raise unknown
     return scale, softcap
 
 

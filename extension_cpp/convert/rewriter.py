@@ -162,7 +162,10 @@ class Rewriter(ast.NodeTransformer):
         left: list[Any] = list(statements)
         while left:
             statement = left.pop(0)
-            if self.sum_then_norm(statement, left, done) or self.sum_then_if(statement, left, done):
+            total = _total(statement)
+            if total is not None and (
+                self.sum_then_norm(total, statement, left, done) or self.sum_then_if(total, statement, left, done)
+            ):
                 continue
             self.forward_activation(statement, left)
             self.norm_of_sum(statement, done)
@@ -191,11 +194,8 @@ class Rewriter(ast.NodeTransformer):
                 return at, node
         return at, None
 
-    def sum_then_norm(self, statement: Any, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
-        """Replaces `s = a + b`, perhaps `residual = s`, and then a statement with self.NORM(s)."""
-        total = _total(statement)
-        if total is None:
-            return False
+    def sum_then_norm(self, total: str, statement: Any, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
+        """Replaces `s = a + b`, perhaps `residual = s`, and then a statement with self.NORM(s). `total` is s."""
         at, norm = self.norm_behind(total, left)
         if norm is None:
             return False
@@ -209,13 +209,10 @@ class Rewriter(ast.NodeTransformer):
         left[0] = _Replaced(norm, ast.Name(normed, ast.Load())).visit(left[0])
         return True
 
-    def sum_then_if(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
+    def sum_then_if(self, total: str, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
         """Replaces `s = a + b`, `if x is not None: ...`, and self.NORM(s) (GPT-2). The sum and the norm go into both
         branches."""
-        total = _total(statement)
-        if total is None or not left or not isinstance(left[0], ast.If) or left[0].orelse:
-            return False
-        if not _is_none_test(left[0].test, total):
+        if not left or not isinstance(left[0], ast.If) or left[0].orelse or not _is_none_test(left[0].test, total):
             return False
         at, norm = self.norm_behind(total, left[1:], (ast.Assign,))
         if norm is None:

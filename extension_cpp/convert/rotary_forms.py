@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..modules import takes
-from .formulas import EPS, HALF, Unfit, gradients_of, outside_modes
+from .formulas import EPS, HALF, Unfit, gradients_agree, outside_modes
 
 
 class Rotary(NamedTuple):
@@ -96,20 +96,21 @@ def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary:
         rotary = Rotary((), interleaved, repeats, False, False)
         # The comparison is in float32, because some functions compute in float32 even for float64 inputs.
         layouts = tuple(layout for layout in LAYOUTS if _agrees(function, rotary, layout, torch.float32))
-        if not layouts:
-            continue
+        if layouts:
+            break
+    else:
+        raise Unfit("computes something else than rotary_embedding")
 
-        def agrees(*args: Any, rotary: Rotary = rotary, layouts: tuple[str, ...] = layouts) -> bool:
-            return all(_agrees(function, rotary, layout, *args) for layout in layouts)
+    def agrees(*args: Any) -> bool:
+        return all(_agrees(function, rotary, layout, *args) for layout in layouts)
 
-        if not all(_gradients_agree(function, rotary, layout) for layout in layouts):
-            raise Unfit("computes rotary_embedding, but its gradients are others")
-        for dtype in HALF:
-            if not agrees(dtype):
-                raise Unfit(f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain")
-        is_partial, takes_float = agrees(torch.float32, None, 4), all(agrees(dtype, torch.float32) for dtype in HALF)
-        return Rotary(layouts, interleaved, repeats, is_partial, takes_float)
-    raise Unfit("computes something else than rotary_embedding")
+    if not all(_gradients_agree(function, rotary, layout) for layout in layouts):
+        raise Unfit("computes rotary_embedding, but its gradients are others")
+    for dtype in HALF:
+        if not agrees(dtype):
+            raise Unfit(f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain")
+    is_partial, takes_float = agrees(torch.float32, None, 4), all(agrees(dtype, torch.float32) for dtype in HALF)
+    return Rotary(layouts, interleaved, repeats, is_partial, takes_float)
 
 
 def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -> list[Tensor]:
@@ -172,19 +173,9 @@ def _agrees(
 
 def _gradients_agree(function: Callable[..., Any], rotary: Rotary, layout: str) -> bool:
     """Returns whether the gradients of q and k are the formula's, within about 100 eps. A missing term is of size 1."""
-    gradients = []
-    for run in (
-        lambda *inputs: _call(function, [*inputs]),
-        lambda q, k, cos, sin: _rotate(rotary, layout, q, k, cos, sin, reference.rotary_embedding),
-    ):
-        q, k, cos, sin = _probe(layout, torch.float32, torch.float32, 8)
-        q, k = q.requires_grad_(), k.requires_grad_()
-        results = run(q * 1, k * 1, cos, sin)
-        if results is None or not all(each.requires_grad for each in results):
-            return False
-        total = torch.stack([(each * each.detach().cos()).sum() for each in results]).sum()
-        found = gradients_of(total, [q, k], torch.ones(()))
-        if found is None:
-            return False
-        gradients.append(found)
-    return all(bool(((a - b).abs() <= 1e-5).all()) for a, b in zip(*gradients, strict=True))
+    q, k, cos, sin = _probe(layout, torch.float32, torch.float32, 8)
+
+    def exact(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return _rotate(rotary, layout, q, k, cos.double(), sin.double(), reference.rotary_embedding)
+
+    return gradients_agree(lambda q, k: _call(function, [q, k, cos, sin]), exact, [q, k], 1e-5)

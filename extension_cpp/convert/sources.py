@@ -49,10 +49,9 @@ def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[.
 
 
 def _dressed(new: Any, old: Any) -> Any:
-    """Copies everything except the code from old to new. Unlike functools.wraps, sets no __wrapped__. Returns new."""
-    for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
-        setattr(new, name, getattr(old, name))
-    vars(new).update(vars(old))
+    """Copies everything except the code from old to new, and returns new, which gets no __wrapped__."""
+    names = ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__")
+    del functools.update_wrapper(new, old, names).__wrapped__
     return new
 
 

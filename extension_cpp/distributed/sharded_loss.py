@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import _ops
 from ..functional import linear_loss
-from ..functional.linear_loss import Call, check_targets
-from ..functional.losses import LossOptions, check_loss, refuse_weight_gradient, unevaluated_lse
+from ..functional.linear_loss import Call
+from ..functional.losses import LossOptions, check_loss, check_targets, refuse_weight_gradient, unevaluated_lse
 from ..registration.calls import own_ops
 from .sharding import on_mesh, whole
 
@@ -45,24 +45,23 @@ def cross_entropy(
     return _mean(loss, total, _loss_type(logits, float_loss))
 
 
-def linear_cross_entropy(call: Call, float_loss: bool) -> Tensor:
+def linear_cross_entropy(call: Call) -> Tensor:
     x: Any = call.x
-    linear_weight, target, weight, options = call.linear_weight, call.target, call.weight, call.options
-    if isinstance(linear_weight, DTensor) and (weight is None or options.label_smoothing == 0):
+    linear_weight, target, weight = call.linear_weight, call.target, call.weight
+    if isinstance(linear_weight, DTensor) and (weight is None or call.label_smoothing == 0):
         classes = classes_of(linear_weight, 0)
         if classes is not None:
             logits = _logits_over_classes(x, linear_weight, call.linear_bias, classes.mesh_dim)
             class_dim = logits.ndim - 1
             target, weight = _on_mesh_of_rows(logits, class_dim, target, weight)
-            given = target, weight, call.reduction, options, float_loss
+            given = target, weight, call.reduction, call.options, call.float_loss
             return _over_classes("linear_cross_entropy", logits, class_dim, classes, *given)
-    tensors = x, linear_weight, target, call.linear_bias, weight
     if call.reduction != 1:
-        return _ops.linear_cross_entropy(*tensors, call.reduction, *options, float_loss, *call.needs)
-    loss = _ops.linear_cross_entropy(*tensors, 2, *options, True, *call.needs)
+        return _ops.linear_cross_entropy(*call)
+    loss = _ops.linear_cross_entropy(*call._replace(reduction=2, float_loss=True))
     with torch.no_grad():
-        total = linear_loss.total_weight(target, linear_weight.shape[0], weight, options.ignore_index, loss)
-    return _mean(loss, total, _loss_type(x, float_loss))
+        total = linear_loss.total_weight(target, linear_weight.shape[0], weight, call.ignore_index, loss)
+    return _mean(loss, total, _loss_type(x, call.float_loss))
 
 
 def _loss_type(like: DTensor, float_loss: bool) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from .._namespace import NAMESPACE
 from ..registration import checks
-from ..registration.calls import own_ops, without_suffix
+from ..registration.calls import overload_of, without_suffix
 from ..registration.entries import NONE, SHARDING, Call, Mark, Placement, Rule, Sharding
 
 
@@ -68,13 +68,8 @@ def register(op: Any, rule: Rule) -> None:
 
 def overloads() -> dict[str, Any]:
     """Returns every operator of the library by name, no-grad overloads included."""
-    found = {}
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith(f"{NAMESPACE}::"):
-            name = name.removeprefix(f"{NAMESPACE}::")
-            packet, _, overload = name.partition(".")
-            found[name] = getattr(getattr(own_ops, packet), overload or "default")
-    return found
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NAMESPACE}::")]
+    return {name.removeprefix(f"{NAMESPACE}::"): overload_of(name) for name in names}
 
 
 for _name, _op in overloads().items():

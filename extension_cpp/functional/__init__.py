@@ -12,7 +12,8 @@ differentiates it to any order.
 
 A plain form computes an operator in plain tensor operations, for forward-mode differentiation, which a kernel cannot
 do. It takes the operator's arguments, defaults included, and returns the operator's results, which differ from the
-kernel's only by rounding. PyTorch can differentiate a plain form in any mode and to any order.
+kernel's only by rounding. PyTorch can differentiate a plain form in any mode and to any order. Where reference.py has
+the same formula, the plain form is or calls its function.
 
 An autocast rule takes the device type and an operator's arguments by position, defaults included, and returns the
 arguments with which the operator is called.

@@ -27,19 +27,24 @@ def check_dim(op: str, x: Tensor, dim: int) -> None:
     checks.check(op, -dims <= dim < dims, f"expected dim in [{-dims}, {dims - 1}], but got {dim}")
 
 
-def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> Callable[..., Tensor]:
-    """Makes the fake of an operator whose first arguments are the tensors `names`. These tensors and the result have
-    the shape and dtype of the last one. With along_dim, the next argument is one of their dimensions. `hint` is added
-    to the message about a wrong dtype."""
+def fake_like(
+    op: str, *names: str, like: str | None = None, results: int = 1, along_dim: bool = False, hint: str = ""
+) -> Callable[..., Any]:
+    """Makes the fake of an operator whose first arguments are the tensors `names`. These tensors and the results have
+    the shape and dtype of the tensor `like`, by default the last one. With along_dim, the next argument is one of their
+    dimensions. `hint` is added to the message about a wrong dtype."""
+    like_name = like or names[-1]
 
-    def fake(*args: Any) -> Tensor:
-        *others, like = args[: len(names)]
-        checks.check_dtype(op, names[-1], like, hint)
-        for name, other in zip(names, others, strict=False):
-            checks.check_like(op, name, other, names[-1], like)
+    def fake(*args: Any) -> Any:
+        others = dict(zip(names, args, strict=False))
+        x = others.pop(like_name)
+        checks.check_dtype(op, like_name, x, hint)
+        for name, other in others.items():
+            checks.check_like(op, name, other, like_name, x)
         if along_dim:
-            check_dim(op, like, args[len(names)])
-        return torch.empty_like(like)
+            check_dim(op, x, args[len(names)])
+        made = [torch.empty_like(x) for _ in range(results)]
+        return tuple(made) if results > 1 else made[0]
 
     return fake
 

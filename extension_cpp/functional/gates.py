@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
+from .common import fake_like
 from .pointwise import gelu_backward_plain, gelu_plain, is_tanh, silu_backward_plain
 
 
@@ -51,26 +52,19 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return _ops.geglu(gate, up, is_tanh("geglu", approximate))
 
 
-def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
-    checks.check_dtype(op, "gate", gate)
-    checks.check_like(op, "up", up, "gate", gate)
-
-
 class Gate:
     """Holds the functions that ops.py registers for a gate and its backward operator. The gate's operator takes (gate,
     up, *options) and returns activation(gate) * up."""
 
     def __init__(self, op: str, activation: str) -> None:
         self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
+        self.fake = fake_like(op, "gate", "up", like="gate")
         self.of_activation = getattr(_ops, f"{activation}_backward")  # maps (g, gate) to g * a'(gate)
         self.second_of_activation = getattr(_ops, f"{activation}_double_backward")  # for p, g, gate: p * g * a''(gate)
 
-    def fake(self, gate: Tensor, up: Tensor, *options: Any) -> Tensor:
-        check_gate(self.op, gate, up)
-        return torch.empty_like(gate)
-
     def backward_fake(self, grad_out: Tensor, gate: Tensor, up: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        check_gate(f"{self.op}_backward", gate, up)
+        checks.check_dtype(f"{self.op}_backward", "gate", gate)
+        checks.check_like(f"{self.op}_backward", "up", up, "gate", gate)
         checks.check_like(f"{self.op}_backward", "grad_out", grad_out, "gate", gate)
         return torch.empty_like(gate), torch.empty_like(gate)
 

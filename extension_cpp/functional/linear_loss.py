@@ -11,8 +11,7 @@ computes the logits again.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from .losses import (
     check_loss_grad,
     check_reduction,
     check_statistic,
+    check_targets,
     cross_entropy_plain,
     loss_type,
     reduction_number,
@@ -40,9 +40,8 @@ TILE = 128  # rows of a matrix product's tile
 ALIGNMENT = 16  # bytes; if the size of a row of logits is not a multiple, cuBLAS uses kernels with a sixth of the speed
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of forward and backward of linear_cross_entropy."""
+class Call(NamedTuple):
+    """The arguments of the operator linear_cross_entropy."""
 
     x: Tensor  # (..., features)
     linear_weight: Tensor  # (classes, features)
@@ -50,30 +49,49 @@ class Call:
     linear_bias: Tensor | None
     weight: Tensor | None
     reduction: int
-    options: LossOptions
-    needs: tuple[bool, bool, bool]  # whether x, linear_weight and linear_bias need a gradient
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    float_loss: bool  # whether the loss is float32 even for half inputs
+    needs_grad_x: bool
+    needs_grad_weight: bool  # of linear_weight
+    needs_grad_bias: bool
+
+    @property
+    def options(self) -> LossOptions:
+        return LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        return self.needs_grad_x, self.needs_grad_weight, self.needs_grad_bias
 
     @property
     def makes_gradients(self) -> bool:
         return makes_gradients(self.x.dtype, self.reduction)
 
+    @property
+    def in_forward(self) -> "Call":
+        """The call with those needs that forward fulfils: all or none."""
+        return self if self.makes_gradients else self.without_needs()
+
+    def without_needs(self) -> "Call":
+        return self._replace(needs_grad_x=False, needs_grad_weight=False, needs_grad_bias=False)
+
+    def gradient_shapes(self) -> list[Sequence[int]]:
+        """Returns the shapes of the gradients of x, linear_weight and linear_bias. An unneeded one has no elements."""
+        shapes = self.x.shape, self.linear_weight.shape, self.linear_weight.shape[:1]
+        return [shape if need else [0] for shape, need in zip(shapes, self.needs, strict=True)]
+
     def total_weight(self, like: Tensor) -> Tensor:
-        labels, ignore_index = self.target.reshape(-1), self.options.ignore_index
-        return total_weight(labels, self.linear_weight.shape[0], self.weight, ignore_index, like)
+        labels, classes = self.target.reshape(-1), self.linear_weight.shape[0]
+        return total_weight(labels, classes, self.weight, self.ignore_index, like)
 
 
-def forward_call(*args: Any) -> tuple[Call, bool]:
-    """Converts the arguments of linear_cross_entropy to a Call and float_loss."""
-    x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, of_x, of_weight, of_bias = args
-    needs = of_x, of_weight, of_bias
-    return Call(x, linear_weight, target, linear_bias, weight, reduction, LossOptions(*options), needs), float_loss
-
-
-def backward_call(*args: Any) -> tuple[Call, list[Tensor]]:
+def backward_call(*args: Any) -> tuple[Call, tuple[Tensor, ...]]:
     """Converts the arguments of linear_cross_entropy_backward after grad_out to a Call and the gradients of forward."""
-    x, linear_weight, target, linear_bias, weight, grad_x, grad_weight, grad_bias, *others = args
-    call, _ = forward_call(x, linear_weight, target, linear_bias, weight, *others[:-3], False, *others[-3:])
-    return call, [grad_x, grad_weight, grad_bias]
+    given = *args[:5], *args[8:-3], False, *args[-3:]
+    return Call(*given), args[5:8]
 
 
 def linear_cross_entropy(
@@ -115,38 +133,31 @@ def linear_cross_entropy(
     CPU the matrix products may depend on the number of threads. Under autocast the matrix products are computed in
     autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
-    options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
-    return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, options, False)
+    options = ignore_index, label_smoothing, z_loss, softcap
+    return call_linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, options, False)
 
 
-def _linear_cross_entropy(
+def call_linear_cross_entropy(
     x: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
     reduction: str,
-    options: LossOptions,
+    options: tuple[int, float, float, float | None],
     float_loss: bool,
 ) -> Tensor:
-    """Calls the operator or, for DTensors, the function of sharded_loss.py."""
+    """Calls the operator or, for DTensors, the function of sharded_loss.py. With float_loss the loss is float32 even
+    for half inputs, which nn.convert needs for language models."""
     number = reduction_number("linear_cross_entropy", reduction)
     given = {"x": x, "linear_weight": linear_weight, "target": target}
     for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
         checks.check_tensor("linear_cross_entropy", name, tensor)
     needs = _may_need_grad(x), _may_need_grad(linear_weight), _may_need_grad(linear_bias)
+    call = Call(x, linear_weight, target, linear_bias, weight, number, *options, float_loss, *needs)
     if autograd.is_sharded(x):
-        call = Call(x, linear_weight, target, linear_bias, weight, number, options, needs)
-        return autograd.distributed.sharded_loss.linear_cross_entropy(call, float_loss)
-    tensors = x, linear_weight, target, linear_bias, weight
-    return _ops.linear_cross_entropy(*tensors, number, *options, float_loss, *needs)
-
-
-def float_linear_cross_entropy(
-    x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, options: LossOptions
-) -> Tensor:
-    """Computes linear_cross_entropy with a float32 loss even for half inputs, for nn.convert's language models."""
-    return _linear_cross_entropy(x, linear_weight, target, bias, None, reduction, options, True)
+        return autograd.distributed.sharded_loss.linear_cross_entropy(call)
+    return _ops.linear_cross_entropy(*call)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:
@@ -177,22 +188,13 @@ def check_linear(op: str, call: Call) -> None:
     check_loss(op, logits, call.target, -1, call.weight, call.options)
 
 
-def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Fails if a target on the CPU is not a class. On a GPU this check would wait for the device, and is left out."""
-    if target.device.type == "cpu":
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        expected = f"expected target in [0, {classes - 1}] or ignore_index"
-        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
-
-
 def check_linear_backward(grad_out: Tensor, call: Call, made: Sequence[Tensor]) -> None:
-    op, x, linear_weight = "linear_cross_entropy_backward", call.x, call.linear_weight
+    op, x = "linear_cross_entropy_backward", call.x
     check_linear(op, call)
     check_loss_grad(op, "grad_out", grad_out, [] if call.reduction else call.target.shape, x)
-    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
     names = ("grad_x", "grad_weight", "grad_bias")
-    for name, grad, shape, need in zip(names, made, shapes, call.needs, strict=True):
-        check_statistic(op, name, grad, shape if need and call.makes_gradients else [0], x.dtype, x)
+    for name, grad, shape in zip(names, made, call.in_forward.gradient_shapes(), strict=True):
+        check_statistic(op, name, grad, shape, x.dtype, x)
 
 
 # ---- kernels ----
@@ -233,17 +235,16 @@ class Logits:
     def __init__(self, call: Call) -> None:
         rows = call.x.reshape(math.prod(call.x.shape[:-1]), call.x.shape[-1]).contiguous()
         labels, linear_weight, linear_bias = call.target.reshape(-1).contiguous(), call.linear_weight, call.linear_bias
-        options = call.options
         self.rows, self.linear_weight, self.linear_bias, self.labels = rows, linear_weight, linear_bias, labels
         self.classes = linear_weight.shape[0]
-        is_plain = call.weight is None and options.label_smoothing == 0 and options.softcap is None
+        is_plain = call.weight is None and call.label_smoothing == 0 and call.softcap is None
         padding = -self.classes % (ALIGNMENT // rows.element_size())
         if padding and is_plain and rows.shape[0] >= TILE:
             self.linear_weight = torch.nn.functional.pad(linear_weight, (0, 0, 0, padding))
             if linear_bias is not None:
                 self.linear_bias = torch.nn.functional.pad(linear_bias, (0, padding))
             # A target among the padding classes is not a class, so it is replaced by an index that is never valid.
-            is_meant = (labels < self.classes) | (labels == options.ignore_index)
+            is_meant = (labels < self.classes) | (labels == call.ignore_index)
             self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
         width = self.linear_weight.shape[0]
         self.parts = list(chunks(rows, width))
@@ -262,15 +263,14 @@ class Logits:
 class Gradients:
     """Sums gradients of x (as rows), linear_weight and linear_bias over the chunks. Unneeded gradients are empty."""
 
-    def __init__(self, chunk: Logits, call: Call, needs: Sequence[bool]) -> None:
-        rows, linear_weight = chunk.rows, call.linear_weight
-        self.rows, self.padded_weight, self.classes = rows, chunk.linear_weight, chunk.classes
-        self.needs_x, self.needs_weight, self.needs_bias = needs
-        self.x = torch.empty_like(rows) if self.needs_x else rows.new_empty(0)
-        self.weight = linear_weight.new_empty(linear_weight.shape if self.needs_weight else 0)
-        if self.needs_weight and rows.shape[0] == 0:
+    def __init__(self, chunk: Logits, call: Call) -> None:
+        self.rows, self.padded_weight, self.classes = chunk.rows, chunk.linear_weight, chunk.classes
+        self.needs_x, self.needs_weight, self.needs_bias = call.needs
+        self.x = torch.empty_like(self.rows) if self.needs_x else self.rows.new_empty(0)
+        self.weight = call.linear_weight.new_empty(call.linear_weight.shape if self.needs_weight else 0)
+        if self.needs_weight and self.rows.shape[0] == 0:
             self.weight.zero_()
-        self.bias_sum = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(rows))
+        self.bias_sum = self.rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(call.x))
 
     def add(self, part: slice, gradient: Tensor) -> None:
         """Adds the contribution of a chunk. `gradient` is the gradient of the chunk's logits, padding included."""
@@ -288,19 +288,18 @@ class Gradients:
         return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(x.dtype)
 
 
-def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss and the gradients of x, linear_weight and linear_bias. Unneeded gradients are empty."""
-    op = "linear_cross_entropy"
-    check_linear(op, call)
-    check_targets(op, call.target, call.linear_weight.shape[0], call.options.ignore_index)
+    check_linear("linear_cross_entropy", call)
+    check_targets("linear_cross_entropy", call.target, call.linear_weight.shape[0], call.ignore_index)
     x, weight, options = call.x, call.weight, call.options
     chunk = Logits(call)
-    gradients = Gradients(chunk, call, needs)
+    gradients = Gradients(chunk, call)
     losses = x.new_empty(chunk.rows.shape[0], dtype=loss_type(x))
     scale = call.total_weight(losses).reciprocal() if call.reduction == 1 else losses.new_ones(1)
     for part in chunk.parts:
         logits, labels = chunk.of(part), chunk.labels[part]
-        if any(needs):
+        if any(call.needs):
             losses[part] = own_ops.cross_entropy_chunk(logits, labels, weight, *options, scale)
             gradients.add(part, logits)
         else:
@@ -308,7 +307,7 @@ def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor
     loss = own_ops.reduce_sum_no_grad(losses) if call.reduction > 0 else losses.view(call.target.shape)
     if call.reduction == 1:
         loss = loss * scale[0]
-    return loss if float_loss else loss.to(x.dtype), *gradients.results(x)
+    return loss if call.float_loss else loss.to(x.dtype), *gradients.results(x)
 
 
 def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,7 +319,7 @@ def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         if call.reduction == 1:
             grads = grads / call.total_weight(grads)
         grads = grads.expand(chunk.rows.shape[0])
-    gradients = Gradients(chunk, call, call.needs)
+    gradients = Gradients(chunk, call)
     options = call.options.around(0)
     for part in chunk.parts:
         logits, labels = chunk.of(part), chunk.labels[part]
@@ -330,17 +329,12 @@ def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return gradients.results(call.x)
 
 
-NO_GRADIENTS = (False, False, False)
-
-
 def forward_kernel(*args: Any) -> tuple[Tensor, ...]:
-    call, float_loss = forward_call(*args)
-    return forward(call, float_loss, call.needs if call.makes_gradients else NO_GRADIENTS)
+    return forward(Call(*args).in_forward)
 
 
 def no_grad_kernel(*args: Any) -> Tensor:
-    call, float_loss = forward_call(*args)
-    return forward(call, float_loss, NO_GRADIENTS)[0]
+    return forward(Call(*args).without_needs())[0]
 
 
 def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -355,35 +349,24 @@ def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
 # ---- fakes, derivative, plain form and autocast ----
 
 
-def empty_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients that a fake returns. A gradient that is not needed has no elements."""
-    needs_x, needs_weight, needs_bias = needs
-    return (
-        x.new_empty(x.shape if needs_x else 0),
-        linear_weight.new_empty(linear_weight.shape if needs_weight else 0),
-        linear_weight.new_empty(linear_weight.shape[:1] if needs_bias else 0),
-    )
-
-
-def linear_cross_entropy_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, float_loss = forward_call(*args)
+def linear_cross_entropy_fake(*args: Any) -> tuple[Tensor, ...]:
+    call = Call(*args)
     check_linear("linear_cross_entropy", call)
-    x = call.x
-    loss = x.new_empty([] if call.reduction else call.target.shape, dtype=loss_type(x) if float_loss else x.dtype)
-    return loss, *empty_gradients(x, call.linear_weight, call.needs if call.makes_gradients else NO_GRADIENTS)
+    dtype = loss_type(call.x) if call.float_loss else call.x.dtype
+    loss = call.x.new_empty([] if call.reduction else call.target.shape, dtype=dtype)
+    return loss, *map(call.x.new_empty, call.in_forward.gradient_shapes())
 
 
-def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     call, made = backward_call(*args)
     check_linear_backward(grad_out, call, made)
-    return empty_gradients(call.x, call.linear_weight, call.needs)
+    return tuple(map(call.x.new_empty, call.gradient_shapes()))
 
 
 def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
-    call, _ = forward_call(*inputs)
-    ctx.options, ctx.needs = (call.reduction, *call.options), call.needs
-    save(ctx, call.x, call.linear_weight, call.target, call.linear_bias, call.weight, *output[1:])
+    tensors, ctx.options, ctx.needs = inputs[:5], inputs[5:10], inputs[11:]  # as the fields of Call
+    save(ctx, *tensors, *output[1:])
 
 
 def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> autograd.Gradients:
@@ -395,10 +378,10 @@ def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -
 
 
 def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
-    call, float_loss = forward_call(*args)
+    call = Call(*args)
     logits = torch.nn.functional.linear(call.x, call.linear_weight, call.linear_bias)
     logits, target = logits.reshape(-1, logits.shape[-1]), call.target.reshape(-1)
-    loss = cross_entropy_plain(logits, target, call.weight, *call.options.around(call.reduction), float_loss)[0]
+    loss = cross_entropy_plain(logits, target, call.weight, *call.options.around(call.reduction), call.float_loss)[0]
     # The operator also returns gradients as results. They have no derivative, so they are computed as constants here.
     constants = [t.detach() if isinstance(t, Tensor) else t for t in args]
     with torch.no_grad():
@@ -408,10 +391,10 @@ def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
 
 def linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Casts x, linear_weight and linear_bias to autocast's dtype, except float64, and asks for a float32 loss."""
-    x, linear_weight, target, linear_bias, *others, _, of_x, of_weight, of_bias = args
-    dtype = torch.get_autocast_dtype(device_type)
-    x, linear_weight, linear_bias = (
-        t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
-        for t in (x, linear_weight, linear_bias)
-    )
-    return x, linear_weight, target, linear_bias, *others, True, of_x, of_weight, of_bias
+    call, dtype = Call(*args), torch.get_autocast_dtype(device_type)
+
+    def cast(t: Any) -> Any:
+        return t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
+
+    tensors = {"x": cast(call.x), "linear_weight": cast(call.linear_weight), "linear_bias": cast(call.linear_bias)}
+    return call._replace(**tensors, float_loss=True)

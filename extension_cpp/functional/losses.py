@@ -78,23 +78,19 @@ def cross_entropy(
     softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
-    return _cross_entropy(input, target, weight, reduction, options, False)
+    return call_cross_entropy(input, target, weight, reduction, options, False)
 
 
-def _cross_entropy(
+def call_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, options: LossOptions, float_loss: bool
 ) -> Tensor:
-    """Calls the operator or, for DTensors, the function of sharded_loss.py."""
+    """Calls the operator or, for DTensors, the function of sharded_loss.py. With float_loss the loss is float32 even
+    for half logits, which nn.convert needs for language models."""
     number = reduction_number("cross_entropy", reduction)
     if autograd.is_sharded(logits):
         sharded = autograd.distributed.sharded_loss.cross_entropy
         return sharded(logits, target, weight, number, options, float_loss)
     return _ops.cross_entropy(logits, target, weight, *options.around(number), float_loss)
-
-
-def float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Computes cross_entropy, with a float32 loss even for half logits. Language models call it after nn.convert."""
-    return _cross_entropy(logits, target, None, reduction, LossOptions(ignore_index), True)
 
 
 def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -168,6 +164,14 @@ def check_loss(
         limits = torch.finfo(loss_type(logits))
         expected = f"expected softcap to be None or a positive normal number of {limits.dtype}, but got {softcap:g}"
         checks.check(op, limits.tiny <= softcap <= limits.max, expected)
+
+
+def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """Fails if a target on the CPU is not a class. On a GPU this check would wait for the device, and is left out."""
+    if target.device.type == "cpu":
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        expected = f"expected target in [0, {classes - 1}] or ignore_index"
+        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
 
 
 def check_cross_entropy(

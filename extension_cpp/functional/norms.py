@@ -12,6 +12,7 @@ from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.calls import own_ops
 from . import dropout, norm_formulas
+from .norm_checks import check_dropout, check_norm, norm_gradients, norm_statistics
 
 
 def layer_norm(
@@ -204,79 +205,6 @@ def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return x, residual
 
 
-# ---- checks, and the tensors that the kernels allocate ----
-
-
-def norm_statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
-    """Makes an empty tensor with one number for each row, in a shape that broadcasts against x."""
-    shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
-    return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
-
-
-def norm_gradients(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weights: Sequence[Tensor | None],
-    needs_x: bool,
-    needs_weights: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Makes empty gradients of x and of the weights. A gradient that is not needed has no elements."""
-    like = next((w for w in weights if w is not None), x)
-    of_weights = (like.new_empty(list(normalized_shape) if needs else 0) for needs in needs_weights)
-    return x.new_empty(x.shape if needs_x else 0), *of_weights
-
-
-def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:
-    checks.check_same_or_float32(op, name, weight, "x", x)
-    expected = f"expected {name} of shape {list(normalized_shape)}, normalized_shape"
-    checks.check_sizes(op, weight.shape, normalized_shape, f"{expected}, but got {list(weight.shape)}")
-
-
-def check_norm(
-    op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
-) -> None:
-    """Makes the checks of check_inputs in csrc/norm/norm.cpp."""
-    dims = len(normalized_shape)
-    checks.check_dtype(op, "x", x)
-    checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
-    expected = f"expected normalized_shape to be the last dimensions of x, of shape {list(x.shape)}"
-    checks.check_sizes(op, x.shape[-dims:], normalized_shape, f"{expected}, but got {list(normalized_shape)}")
-    if weight is not None:
-        check_weight(op, "weight", weight, x, normalized_shape)
-    if bias is not None:
-        check_weight(op, "bias", bias, x, normalized_shape)
-        if weight is not None:
-            checks.check_same(op, "bias", bias, "weight", weight)
-
-
-def check_norm_backward(
-    op: str,
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    statistics: dict[str, Tensor],
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-) -> None:
-    """Makes the checks of norm_backward in csrc/norm/norm.cpp. `statistics` has the saved statistics by name."""
-    check_norm(op, x, normalized_shape, weight, bias)
-    checks.check_like(op, "grad_out", grad_out, "x", x)
-    expected = norm_statistics(x, normalized_shape)
-    for name, given in statistics.items():
-        checks.check_device(op, name, given, "x", x)
-        message = f"expected {name} as the forward returned it"
-        checks.check(op, given.dtype == expected.dtype and given.is_contiguous(), message)
-        checks.check(op, given.numel() == expected.numel(), message)
-
-
-def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
-    """Makes the checks of check_dropout in csrc/norm/norm.cpp."""
-    checks.check_probability(op, p)
-    if seed is not None:
-        checks.check_seed(op, seed, x)
-    checks.check(op, p == 0 or seed is not None, "expected a seed with p > 0, but got None")
-
-
 # ---- fakes, derivatives and plain forms ----
 
 
@@ -319,6 +247,7 @@ class Norm:
         return x.new_empty(x.shape), *sums, *(norm_statistics(x, normalized_shape) for _ in self.statistics)
 
     def backward_fake(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Makes the checks of norm_backward in csrc/norm/norm.cpp."""
         op, given = f"{self.op}_backward", dict(zip(self.backward_inputs, inputs, strict=True))
         x, normalized_shape = given[self.x], given["normalized_shape"]
         weights = [given[name] for name in self.weights]
@@ -326,8 +255,14 @@ class Norm:
             checks.check_like(op, "grad_sum", given["grad_sum"], "sum", x)
         if self.drops:
             check_dropout(op, given["p"], given["seed"], x)
-        statistics: dict[str, Tensor] = {name: given[name] for name in self.statistics}
-        check_norm_backward(op, given["grad_out"], x, normalized_shape, statistics, *weights)
+        check_norm(op, x, normalized_shape, *weights)
+        checks.check_like(op, "grad_out", given["grad_out"], "x", x)
+        expected = norm_statistics(x, normalized_shape)
+        for name in self.statistics:
+            checks.check_device(op, name, given[name], "x", x)
+            message = f"expected {name} as the forward returned it"
+            checks.check(op, given[name].dtype == expected.dtype and given[name].is_contiguous(), message)
+            checks.check(op, given[name].numel() == expected.numel(), message)
         needs_x, *needs_weights = (given[f"needs_grad_{name}"] for name in self.differentiable)
         if not self.adds:
             return norm_gradients(x, normalized_shape, weights, needs_x, needs_weights)
@@ -362,42 +297,35 @@ class Norm:
         ctx.needs = [given[f"needs_grad_{name}"] for name in self.differentiable]
 
     def second(self, ctx: Any, *grads: Tensor) -> Gradients:
-        """Returns the gradients of the backward operator's arguments."""
-        of_norm = self._second_of_add_norm if self.adds else self._second_of_norm
-        return of_norm(ctx, grads)
+        """Returns the gradients of the backward operator's arguments. Dropout is a symmetric linear map.
 
-    def _second_of_norm(self, ctx: Any, grads: Sequence[Tensor]) -> Gradients:
-        """Computes the second derivative of dropout(norm(x)), without dropout if p is 0."""
+        A norm alone has grad_x = norm_backward(dropout(grad_out)). With s = sum, a norm that adds a residual has
+        grad_residual = norm_backward(grad_out) + grad_sum and grad_x = dropout(grad_residual). So the gradient of
+        grad_residual is grad_grad_residual + dropout(grad_grad_x). Without dropout grad_x is empty, and
+        grad_grad_residual already has the sum of both.
+        """
         grad_out, x, rstd, weight, seed = ctx.saved_tensors
+        needs_x = ctx.needs[0]
 
         def drop(z: Tensor) -> Tensor:
             return _ops.dropout(z, ctx.p, seed) if ctx.p > 0 else z
 
-        computed, given = _computed(grads, ctx.needs), (ctx.normalized_shape, drop(grad_out), x, rstd, weight)
+        # None stands for each result that the backward operator did not compute.
+        computed = [grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)]
+        if self.adds:
+            total = grads[1] if needs_x or ctx.needs[1] else None
+            if total is not None and needs_x and ctx.p > 0:
+                total = total + drop(grads[0])
+            computed = [total, *computed[2:]]
+        else:
+            grad_out = drop(grad_out)
+        given = ctx.normalized_shape, grad_out, x, rstd, weight
         grad_grad_out, grad_x, grad_weight = norm_formulas.second_derivative(
             *given, grads=computed, centered=self.centered
         )
+        if self.adds:
+            return {"grad_out": grad_grad_out, "grad_sum": computed[0], "sum": grad_x, "weight": grad_weight}
         return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
-
-    def _second_of_add_norm(self, ctx: Any, grads: Sequence[Tensor]) -> Gradients:
-        """Computes the second derivative of a norm that adds a residual.
-
-        With s = sum, the norm's backward operator returns grad_residual = norm_backward(grad_out) + grad_sum and grad_x
-        = dropout(grad_residual). Dropout is a symmetric linear map. So the gradient of grad_residual is
-        grad_grad_residual + dropout(grad_grad_x). Without dropout grad_x is empty, and grad_grad_residual already has
-        the sum of both.
-        """
-        grad_out, s, rstd, weight, seed = ctx.saved_tensors
-        needs_x, needs_residual, *needs_weights = ctx.needs
-        grad_grad_x, grad_grad_residual, *grad_grad_weights = grads
-        total = grad_grad_residual if needs_x or needs_residual else None
-        if total is not None and needs_x and ctx.p > 0:
-            total = total + _ops.dropout(grad_grad_x, ctx.p, seed)
-        computed, given = _computed(grad_grad_weights, needs_weights), (ctx.normalized_shape, grad_out, s, rstd, weight)
-        grad_grad_out, grad_s, grad_weight = norm_formulas.second_derivative(
-            *given, grads=[total, *computed], centered=self.centered
-        )
-        return {"grad_out": grad_grad_out, "grad_sum": total, "sum": grad_s, "weight": grad_weight}
 
     def plain(self, *inputs: Any) -> tuple[Tensor, ...]:
         given = dict(zip(self.inputs, inputs, strict=True))
@@ -439,11 +367,6 @@ def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) 
     if grad_sum is not None and seed is not None and ctx.p > 0 and ctx.needs_input_grad[0]:
         grad_x = _ops.dropout(grad_sum, ctx.p, seed)
     return {"x": grad_x, "residual": grad_sum}
-
-
-def _computed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Returns the gradients, with None for each result that the backward operator did not compute."""
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 LAYER_NORM, RMS_NORM, LAYER_NORM_DROPOUT = Norm("layer_norm"), Norm("rms_norm"), Norm("layer_norm_dropout")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.calls import call
@@ -40,10 +40,8 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
     return out
 
 
-def muladd_fake(a: Tensor, b: Tensor, c: float) -> Tensor:
-    checks.check_dtype("muladd", "a", a)
-    checks.check_like("muladd", "b", b, "a", a)
-    return torch.empty_like(a)
+muladd_fake = fake_like("muladd", "a", "b", like="a")
+muladd_backward_fake = fake_like("muladd_backward", "grad_out", "a", "b", like="a", results=2)
 
 
 def muladd_out_fake(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
@@ -53,13 +51,6 @@ def muladd_out_fake(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
     checks.check_writable("muladd", "out", out)
     checks.check_no_partial_overlap("muladd", "out", out, "a", a)
     checks.check_no_partial_overlap("muladd", "out", out, "b", b)
-
-
-def muladd_backward_fake(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    checks.check_dtype("muladd_backward", "a", a)
-    checks.check_like("muladd_backward", "grad_out", grad_out, "a", a)
-    checks.check_like("muladd_backward", "b", b, "a", a)
-    return torch.empty_like(a), torch.empty_like(a)
 
 
 def muladd_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
@@ -86,10 +77,6 @@ def muladd_second(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor) -> Gradien
         "a": _ops.muladd(grad_grad_b, grad_out, 0.0),
         "b": _ops.muladd(grad_grad_a, grad_out, 0.0),
     }
-
-
-def muladd_plain(a: Tensor, b: Tensor, c: float) -> Tensor:
-    return a * b + c
 
 
 def muladd_backward_plain(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,15 +334,15 @@ def scale_bias_relu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], ou
     ctx.save_for_backward(x, bias)
 
 
+def _total(like: Tensor, *terms: Tensor | None) -> Tensor:
+    return sum((term for term in terms if term is not None), torch.zeros_like(like))
+
+
 def scale_bias_relu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> Gradients:
     # grad_x and grad_bias are linear in grad_out, and 0 where the forward result is clipped. Where it is clipped does
     # not depend on grad_out and has no derivative.
     x, bias = ctx.saved_tensors
-    total = torch.zeros_like(x)
-    if ctx.needs_x:
-        total = total + grad_grad_x * ctx.scale
-    if ctx.needs_bias:
-        total = total + grad_grad_bias
+    total = _total(x, grad_grad_x * ctx.scale if ctx.needs_x else None, grad_grad_bias if ctx.needs_bias else None)
     return {"grad_out": _ops.relu_backward(total, _ops.scale_bias_relu(x, bias, ctx.scale))}
 
 
@@ -363,11 +350,7 @@ def bias_gelu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> G
     # grad_x is grad_out * gelu'(x + bias), and grad_bias is the sum of the same product over the rows.
     grad_out, x, bias = ctx.saved_tensors
     tanh, needs_x, needs_bias = ctx.options
-    total = torch.zeros_like(x)
-    if needs_x:
-        total = total + grad_grad_x
-    if needs_bias:
-        total = total + grad_grad_bias
+    total = _total(x, grad_grad_x if needs_x else None, grad_grad_bias if needs_bias else None)
     grad_x = _ops.gelu_double_backward(total, grad_out, x + bias, tanh)
     return {
         "grad_out": _ops.bias_gelu_backward(total, x, bias, tanh, True, False)[0],
@@ -376,14 +359,10 @@ def bias_gelu_second(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> G
     }
 
 
-def scale_bias_relu_plain(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    return torch.relu(x * scale + bias)
-
-
 def scale_bias_relu_backward_plain(
     grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    g = relu_backward_plain(grad_out, scale_bias_relu_plain(x, bias, scale))
+    g = relu_backward_plain(grad_out, reference.scale_bias_relu(x, bias, scale))
     grad_bias = g.sum_to_size(bias.shape) if needs_grad_bias else bias.new_empty(0)
     return g * scale if needs_grad_x else x.new_empty(0), grad_bias
 

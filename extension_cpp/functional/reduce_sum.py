@@ -4,13 +4,12 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
-from .common import is_int
+from .common import check_dim, is_int
 
 
 def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -46,17 +45,13 @@ def reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
     return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 
-def check_dims(x: Tensor, dim: Sequence[int] | None) -> None:
-    dims, seen = max(x.dim(), 1), set[int]()  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
-    for d in dim or ():
-        checks.check("reduce_sum", -dims <= d < dims, f"expected dim in [{-dims}, {dims - 1}], but got {d}")
-        checks.check("reduce_sum", d % dims not in seen, f"expected each dim once, but got {d % dims} twice")
-        seen.add(d % dims)
-
-
 def reduce_sum_fake(x: Tensor, dim: Sequence[int] | None, keepdim: bool) -> Tensor:
     checks.check_dtype("reduce_sum", "x", x)
-    check_dims(x, dim)
+    dims, seen = max(x.dim(), 1), set[int]()
+    for d in dim or ():
+        check_dim("reduce_sum", x, d)
+        checks.check("reduce_sum", d % dims not in seen, f"expected each dim once, but got {d % dims} twice")
+        seen.add(d % dims)
     reduced = reduced_dims(x, dim)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape) if keepdim or d not in reduced]
     return x.new_empty(shape)
@@ -73,7 +68,3 @@ def reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     for d in ctx.summed_away:
         grad_out = grad_out.unsqueeze(d)
     return {"x": grad_out.expand(ctx.shape)}
-
-
-def reduce_sum_plain(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    return torch.sum(x, tuple(dim or ()), keepdim)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 from .common import wide
@@ -105,32 +105,20 @@ def rotary_embedding_second(ctx: Any, grad_grad_q: Tensor, grad_grad_k: Tensor) 
     return {"grad_q": grad_q, "grad_k": grad_k}
 
 
-def _turned(x: Tensor, interleaved: bool) -> Tensor:
-    """Returns x with each pair (a, b) replaced by (-b, a)."""
-    if interleaved:
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    a, b = x.chunk(2, -1) if x.shape[-1] else (x, x)
-    return torch.cat([-b, a], -1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> Tensor:
-    rotated = cos.shape[-1]
-    cos, sin = (wide(f if f.dim() < 3 else f[:, None] if x.dim() == 4 else f[0]) for f in (cos, sin))
-    z = wide(x[..., :rotated])
-    y = z * cos - _turned(z * sin, interleaved) if transposed else z * cos + _turned(z, interleaved) * sin
-    return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)
-
-
 def rotary_embedding_plain(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    return _rotate(q, cos, sin, interleaved, False), _rotate(k, cos, sin, interleaved, False)
+    rotated_q, rotated_k = reference.rotary_embedding(*map(wide, (q, k, cos, sin)), interleaved=interleaved)
+    return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
 
 
 def rotary_embedding_backward_plain(
     grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    return _rotate(grad_q, cos, sin, interleaved, True), _rotate(grad_k, cos, sin, interleaved, True)
+    # In the transposed rotation each element of a pair has the other's sine, with the other sign.
+    half = sin.shape[-1] // 2
+    sin = -(sin.unflatten(-1, (half, 2)).flip(-1).flatten(-2) if interleaved else sin.roll(half, -1))
+    return rotary_embedding_plain(grad_q, grad_k, cos, sin, interleaved)
 
 
 def rotary_embedding_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 from .common import as_dim, check_dim, fake_like, wide
@@ -53,13 +53,7 @@ def cumsum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 def cumsum_plain(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    z = wide(x).reshape(x.shape or (1,))  # a 0-d tensor has no dimension to shift along
-    z = z.flip(dim) if reverse else z
-    y = torch.cumsum(z, dim)
-    if exclusive:
-        first = torch.zeros_like(y.narrow(dim, 0, min(y.shape[dim], 1)))
-        y = torch.cat([first, y.narrow(dim, 0, max(y.shape[dim] - 1, 0))], dim)
-    return (y.flip(dim) if reverse else y).reshape(x.shape).to(x.dtype)
+    return reference.cumsum(wide(x), dim, exclusive=exclusive, reverse=reverse).to(x.dtype)
 
 
 # ---- logcumsumexp ----
@@ -90,15 +84,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
 
 
 logcumsumexp_fake = fake_like("logcumsumexp", "x", along_dim=True)
-
-
-def logcumsumexp_backward_fake(grad_out: Tensor, x: Tensor, y: Tensor, dim: int) -> Tensor:
-    op = "logcumsumexp_backward"
-    checks.check_dtype(op, "x", x)
-    checks.check_like(op, "grad_out", grad_out, "x", x)
-    checks.check_like(op, "y", y, "x", x)
-    check_dim(op, x, dim)
-    return torch.empty_like(x)
+logcumsumexp_backward_fake = fake_like("logcumsumexp_backward", "grad_out", "x", "y", like="x", along_dim=True)
 
 
 def logcumsumexp_setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -210,14 +196,11 @@ def linear_recurrence_second(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor,
     of_u = grad_grad_b + grad_grad_a * _earlier(h, h0, ctx.dim, ctx.reverse)
     w = _ops.linear_recurrence(a, of_u, first, ctx.dim, ctx.reverse)
     of_earlier_h = grad_grad_a * u
-    grad_h0 = None
-    if h0 is not None:
-        grad_h0 = _first_step(of_earlier_h, ctx.dim, ctx.reverse, h0)
     return {
         "grad_h": w,
         "a": _sum_to(_earlier(w, first, ctx.dim, ctx.reverse) * u, a),
         "h": _earlier(of_earlier_h, None, ctx.dim, not ctx.reverse),
-        "h0": grad_h0,
+        "h0": None if h0 is None else _first_step(of_earlier_h, ctx.dim, ctx.reverse, h0),
     }
 
 
@@ -259,16 +242,8 @@ def _first_step(x: Tensor, dim: int, reverse: bool, like: Tensor) -> Tensor:
 def linear_recurrence_plain(
     a: Tensor, b: Tensor, h0: Tensor | None = None, dim: int = -2, reverse: bool = False
 ) -> Tensor:
-    a, z, dim = wide(a).expand(b.shape), wide(b), dim % max(b.dim(), 1)
-    if b.dim() == 0:
-        return (z + a * (0 if h0 is None else wide(h0))).to(b.dtype)
-    steps = list(zip(a.unbind(dim), z.unbind(dim), strict=True))
-    h = torch.zeros_like(z.sum(dim)) if h0 is None else wide(h0)
-    states = []
-    for factor, term in reversed(steps) if reverse else steps:
-        h = factor * h + term
-        states.append(h)
-    return torch.stack(states[::-1] if reverse else states, dim).to(b.dtype) if states else b.clone()
+    first = None if h0 is None else wide(h0)
+    return reference.linear_recurrence(wide(a), wide(b), first, dim=dim, reverse=reverse).to(b.dtype)
 
 
 def linear_recurrence_backward_plain(

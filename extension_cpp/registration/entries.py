@@ -49,7 +49,6 @@ Rule = Callable[[Call], Iterator[Sharding]]
 
 NESTED: dict[str, Mark] = {}  # the mark of each operator, by its name; operators marked NONE are left out
 SHARDING: dict[str, Rule | Mark] = {}  # by operator
-AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # by the names of those operators that have a rule
 
 
 def register(
@@ -84,7 +83,6 @@ def register(
         register_autocast(op, "cuda", torch.float32)
     elif callable(autocast):
         register_autocast_rule(op, autocast)
-        AUTOCAST_RULES[op] = autocast
     if nested is not NONE:
         NESTED[op] = nested
     SHARDING[op] = sharding

@@ -11,7 +11,6 @@ Sizes may be symbolic.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,35 +30,23 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 EVERY_DTYPE = (*FLOATING, torch.float8_e4m3fn, *_INTEGERS, torch.bool)
 
 
-@dataclass
-class Bound:
-    """Holds the sizes of dimensions [begin, end) of a tensor, for which a name or * in a shape pattern stands."""
-
-    name: str
-    of: str
-    tensor: Tensor
-    begin: int
-    end: int
-
-    @property
-    def sizes(self) -> Sequence[Any]:
-        return self.tensor.shape[self.begin : self.end]
-
-    def place(self) -> str:
-        """Returns words for the dimensions, such as "the last dimension of x", or "" if there are no short ones."""
-        left = self.tensor.dim() - self.end
-        if self.name != "*":
-            return f"{'the last dimension' if left == 0 else f'dimension {self.begin}'} of {self.of}"
-        if self.begin > 0 or left == 0:
-            return ""
-        return f"{self.of} without its last {'dimension' if left == 1 else f'{left} dimensions'}"
+def _place(word: str, name: str, x: Tensor, begin: int, end: int) -> str:
+    """Returns words for the dimensions [begin, end) of x, for which `word` of a shape pattern stands, such as "the last
+    dimension of x", or "" if there are no short ones."""
+    left = x.dim() - end
+    if word != "*":
+        return f"{'the last dimension' if left == 0 else f'dimension {begin}'} of {name}"
+    if begin > 0 or left == 0:
+        return ""
+    return f"{name} without its last {'dimension' if left == 1 else f'{left} dimensions'}"
 
 
 class Match:
     def __init__(self, op: str) -> None:
         self.op = op
         self.given: dict[str, Tensor] = {}
-        self.bound: dict[str, Bound] = {}
+        # The sizes for which a name or * in the shape patterns stands, and words for the place that they are from.
+        self.bound: dict[str, tuple[Sequence[Any], str]] = {}
         self.lists: dict[str, int] = {}  # the lengths of lists of tensors
 
     def __call__(self, name: str, x: Tensor | Sequence[Tensor] | None, dtypes: Dtypes, shape: str = "") -> None:
@@ -100,7 +87,7 @@ class Match:
 
     def size(self, name: str) -> Any:
         """Returns the size, or the product of the sizes, that a name or * in the shape patterns stands for."""
-        return math.prod(self.bound[name].sizes)
+        return math.prod(self.bound[name][0])
 
     def _check_dtypes(self, name: str, x: Tensor, dtypes: Dtypes) -> None:
         if self.given:
@@ -117,25 +104,26 @@ class Match:
 
     def _check_pattern(self, name: str, x: Tensor, words: list[str]) -> None:
         got, named = list(x.shape), len(words) - ("*" in words)
-        sizes = (f"{list(self.bound[word].sizes)}"[1:-1] if word in self.bound else word for word in words)
+        sizes = (f"{list(self.bound[word][0])}"[1:-1] if word in self.bound else word for word in words)
         expected = f"expected {name} of shape [{', '.join(filter(None, sizes))}]"
-        if len(words) == 1 and words[0] in self.bound and (place := self.bound[words[0]].place()):
+        if len(words) == 1 and words[0] in self.bound and (place := self.bound[words[0]][1]):
             expected += f", {place}"
         message = f"{expected}, but got {got}"
         if "*" in words and not any(word in self.bound or word.isdigit() for word in words):
             least = "one dimension" if named == 1 else f"{named} dimensions"
             message = f"expected {name} to have at least {least}, but got shape {got}"
         checks.check(self.op, x.dim() >= named if "*" in words else x.dim() == named, message)
-        here: dict[str, Bound] = {}
+        here: dict[str, tuple[Sequence[Any], str]] = {}
         d = 0
         for word in words:
-            bound = Bound(word, name, x, d, d + (x.dim() - named if word == "*" else 1))
-            d = bound.end
+            end = d + (x.dim() - named if word == "*" else 1)
             if word.isdigit():
-                checks.check(self.op, x.shape[bound.begin] == int(word), message)
+                checks.check(self.op, x.shape[d] == int(word), message)
             else:
-                before = self.bound.get(word) or here.setdefault(word, bound)
-                checks.check_sizes(self.op, bound.sizes, before.sizes, message)
+                found = x.shape[d:end], _place(word, name, x, d, end)
+                before = self.bound.get(word) or here.setdefault(word, found)
+                checks.check_sizes(self.op, found[0], before[0], message)
+            d = end
         self.bound |= here
 
     def _check_relation(self, name: str, x: Tensor, relation: str, other: str) -> None:

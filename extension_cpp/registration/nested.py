@@ -42,7 +42,10 @@ def _by_rows(name: str) -> Callable[..., Any]:
         first = next(x for x in args if isinstance(x, NestedTensor))
         for argument, x in zip(func._schema.arguments, args, strict=False):
             if isinstance(x, NestedTensor):
-                _check(name, argument.name, x, first)
+                jagged = f"expected {argument.name} to be jagged in dimension 1"
+                checks.check(name, x._ragged_idx == 1, f"{jagged}, but got {x._ragged_idx}")
+                same = f"expected {argument.name} to have the offsets of the other nested tensors"
+                checks.check(name, x._size[1] == first._size[1], same)
             elif argument.name == "normalized_shape":
                 dims = first.dim() - 2
                 expected = f"expected normalized_shape to have at most {dims} dimensions, those behind the jagged one"
@@ -52,13 +55,6 @@ def _by_rows(name: str) -> Callable[..., Any]:
         return torch.utils._pytree.tree_map_only(Tensor, lambda y: _like(y, first) if y.shape == shape else y, results)
 
     return rule
-
-
-def _check(name: str, argument: str, x: NestedTensor, like: NestedTensor) -> None:
-    jagged = f"expected {argument} to be jagged in dimension 1"
-    checks.check(name, x._ragged_idx == 1, f"{jagged}, but got {x._ragged_idx}")
-    same = x._size[1] == like._size[1]
-    checks.check(name, same, f"expected {argument} to have the offsets of the other nested tensors")
 
 
 def _like(values: Tensor, nested: NestedTensor) -> Tensor:
