@@ -22,11 +22,12 @@ from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
 
 ROWS, COLS, EPS = 8, 512, 1e-5
+PLAIN = "register_autograd"  # the way whose operator has torch.library's registration
 CALLS = 50  # calls per batch: few enough to end before the system interrupts, and to fit into a GPU's queue
 
 # For each pass its grad mode, and the ways to call layer_norm that are left out, because they do what another way does.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "forward, inference_mode": (torch.inference_mode, {"register_autograd", "by hand"}),
+    "forward, inference_mode": (torch.inference_mode, {PLAIN, "by hand"}),
     "forward, no_grad": (torch.no_grad, {"by hand", "kernel", "shim"}),
     "forward, grad": (contextlib.nullcontext, {"kernel", "shim"}),
     "forward and backward": (contextlib.nullcontext, {"shim"}),
@@ -129,7 +130,7 @@ class Calls:
             "native operator": lambda: native(x, shape, weight, bias, EPS)[0],
             "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
             "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
-            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],  # with the plain registration
+            PLAIN: lambda: operator(x, shape, weight, bias, EPS)[0],
             "by hand": lambda: by_hand(x, weight, bias),
             "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
             "shim": lambda: operator.redispatch(keys, no_rows, shape, weight, bias, EPS),
@@ -148,33 +149,41 @@ class Calls:
         return kernels
 
 
-def batch(call: Callable[[], Any], mode: Callable[[], Any], count: int) -> None:
-    with mode():
-        for _ in range(count):
-            call()
+def take_batches(
+    op: str, calls: dict[str, Callable[[], Any]], device: str, rounds: int, mode: Callable[[], Any]
+) -> Iterator[dict[str, Any]]:
+    """Yields the way and the seconds of each call, in batches that take turns. PLAIN has the plain registration."""
+    plain = contextlib.ExitStack()
+
+    def batch(call: Callable[[], Any], count: int) -> None:
+        with mode():
+            for _ in range(count):
+                call()
+
+    def ready(way: str) -> None:
+        plain.close()
+        if way == PLAIN:
+            plain.enter_context(registered_plainly(op))
+        batch(calls[way], 2)  # untimed, because the other ways' calls have changed the caches and the registration
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    batches: dict[str, Callable[[], object]] = {
+        way: functools.partial(batch, call, CALLS) for way, call in calls.items()
+    }
+    with plain:
+        times = take_turns(batches, "cpu", rounds, ready)  # the host is timed, even if the tensors are on a GPU
+    for way, time in times.items():
+        yield {"way": way, "seconds": {figure: value / CALLS for figure, value in time.items()}}
 
 
 def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
     one_call = Calls(device)
-    plain = contextlib.ExitStack()
     for name, (mode, left_out) in PASSES.items():
         make = one_call.forward_and_backward if name == "forward and backward" else one_call.forward
-        one = {way: functools.partial(batch, make(way), mode) for way in WAYS if way not in left_out}
-
-        def ready(way: str, one: dict[str, Any] = one) -> None:
-            plain.close()
-            if way == "register_autograd":
-                plain.enter_context(registered_plainly("layer_norm"))
-            one[way](2)  # untimed, because the other ways' calls have changed the caches and the registration
-            if device == "cuda":
-                torch.cuda.synchronize()
-
-        # The host is timed, even if the tensors are on a GPU.
-        times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
-        plain.close()
-        for way, time in times.items():
-            seconds = {figure: value / CALLS for figure, value in time.items()}
-            yield {"pass": name, "way": way, "seconds": seconds}
+        calls = {way: make(way) for way in WAYS if way not in left_out}
+        for row in take_batches("layer_norm", calls, device, rounds, mode):
+            yield {"pass": name} | row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

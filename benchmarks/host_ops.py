@@ -6,7 +6,6 @@ count. The two registrations take turns. Each figure is the time of a batch of c
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,14 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import results, table
-from benchmarks.host import CALLS, registered_plainly
+from benchmarks.host import CALLS, PLAIN, take_batches
 from benchmarks.table import finish
-from benchmarks.timing import BenchmarkParser, take_turns
+from benchmarks.timing import BenchmarkParser
 from extension_cpp import _ops
 from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
 
 ROWS, COLS = 4, 64
-OURS, PLAIN = "ours", "register_autograd"
+OURS = "ours"
 PASSES = ("forward, grad", "forward and backward")
 
 
@@ -54,29 +53,11 @@ def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
     return dict(zip(PASSES, (function, both), strict=True))
 
 
-def batch(call: Callable[[], Any], count: int) -> None:
-    for _ in range(count):
-        call()
-
-
 def measure(spec: OpSpec, device: str, rounds: int) -> Iterator[dict[str, Any]]:
-    plainly = contextlib.ExitStack()
     for name, call in passes(spec, sample_of(spec, device)).items():
-
-        def ready(way: str, call: Callable[[], Any] = call) -> None:
-            plainly.close()
-            if way == PLAIN:
-                plainly.enter_context(registered_plainly(spec.name))
-            batch(call, 2)  # untimed, because the operators were registered anew
-            if device == "cuda":
-                torch.cuda.synchronize()
-
-        one = functools.partial(batch, call, CALLS)
-        with plainly:
-            times = take_turns({OURS: one, PLAIN: one}, "cpu", rounds, ready)  # times the host
-        for way, time in times.items():
-            seconds = {figure: value / CALLS for figure, value in time.items()}
-            yield {"op": spec.name, "pass": name, "way": way, "seconds": seconds}
+        both = dict.fromkeys((OURS, PLAIN), call)
+        for row in take_batches(spec.name, both, device, rounds, contextlib.nullcontext):
+            yield {"op": spec.name, "pass": name} | row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -380,10 +380,10 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, dev
 
 
 def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(host_ops, "CALLS", 2)
+    monkeypatch.setattr(host, "CALLS", 2)
     path, threads, seen = tmp_path / "host-ops-made.json", torch.get_num_threads(), []
     registered_plainly = host.registered_plainly
-    monkeypatch.setattr(host_ops, "registered_plainly", lambda op: seen.append(op) or registered_plainly(op))
+    monkeypatch.setattr(host, "registered_plainly", lambda op: seen.append(op) or registered_plainly(op))
     try:
         words = ["--device", device, "--rounds", "9", "--json", str(path), "--op", "mish", "add_rms_norm"]
         assert command.main(["host_ops", *words]) == 0
@@ -392,7 +392,7 @@ def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
     found = json.loads(path.read_text())["rows"]
     assert seen == ["mish"] * 2 * 11 + ["add_rms_norm"] * 2 * 11
     measured = [(row["op"], row["pass"], row["way"]) for row in found]
-    ways = (host_ops.OURS, host_ops.PLAIN)
+    ways = (host_ops.OURS, host.PLAIN)
     assert measured == [(op, step, way) for op in ("mish", "add_rms_norm") for step in host_ops.PASSES for way in ways]
     ours, plain = (row["seconds"]["median"] for row in found[:2])
     assert f"| mish | {1e6 * ours:.1f} | {1e6 * plain:.1f} | {ours / plain:.2f} |" in table(path)
