@@ -79,7 +79,7 @@ test-gpu: $(READY)  ## build, then run the tests that use the GPU
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m pytest --device cuda -k cuda $(ARGS)
 
-bench: $(READY)  ## build, then time the operators beside PyTorch's; ARGS="compare A B", plot, report look at it
+bench: $(READY)  ## build, then time the operators beside PyTorch's; ARGS="compare A B" and plot look at it
 	$(call need,$(BUILD_NEEDS) rich matplotlib)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m benchmarks $(ARGS)

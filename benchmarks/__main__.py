@@ -1,4 +1,4 @@
-"""python -m benchmarks times the ops (run.py). Its commands compare, plot and report show results.
+"""python -m benchmarks times the ops (run.py). Its commands compare and plot show results.
 
 host times what a call of layer_norm costs the host in each software layer, and host_ops times a call of every op.
 linear_loss times linear_cross_entropy beside its matrix products. norm_plans times the norms' GPU kernels in each shape
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from extension_cpp.__main__ import run_command
 
-COMMANDS = ("compare", "host", "host_ops", "linear_loss", "norm_plans", "plot", "processes", "report")
+COMMANDS = ("compare", "host", "host_ops", "linear_loss", "norm_plans", "plot", "processes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

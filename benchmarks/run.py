@@ -121,7 +121,7 @@ def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtyp
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
     parser.epilog = (
-        "A --json file that is there is continued. python -m benchmarks compare, plot and report look at the results; "
+        "A --json file that is there is continued. python -m benchmarks compare and plot look at the results; "
         "host and host_ops time what a call costs, norm_plans the shapes of the norms' GPU kernels, processes several "
         "GPUs, python -m benchmarks.models whole models. Each has a --help."
     )
@@ -314,7 +314,7 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
 
 
 def microseconds(row: results.Row, name: str) -> str:
-    """Returns a contender's median. The results file also has the range from 10 to 90 %, which the report shows."""
+    """Returns a contender's median. The results file also has the range from 10 to 90 %."""
     median = 1e6 * row["seconds"].get(name, {"median": 0.0})["median"]
     return f"{median:.{0 if median >= 100 else 1}f}"
 
