@@ -1,4 +1,4 @@
-"""Draws a results file, as svg and png: percent of copy over width, time over size, scaling over threads, a roofline.
+"""Draws a results file, as svg and png: percent of copy over width, time over size, a roofline.
 
 A picture is made for each dtype that has rows for it. Without a FILE the documents' own pictures are drawn again.
 """
@@ -8,7 +8,6 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +65,6 @@ def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: b
     axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)
 
 
-def one_panel(title: str, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, height), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    return figure, figure.subplots()
-
-
 def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     """Draws percent of copy over width. Multiples of 8 are joined by a line, and other widths stand on the right."""
     rows = sorted(rows, key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
@@ -89,25 +82,18 @@ def bytes_in_words(count: int) -> str:
     return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def against(
-    axes: Axes,
-    rows: list[results.Row],
-    x: Callable[[results.Row], float],
-    y: Callable[[results.Row, str], float],
-    log: bool,
-) -> None:
-    """Draws y(row, contender) over x(row), with the copy as the limit."""
-    rows = sorted(rows, key=x)
-    axes.plot([x(row) for row in rows], [y(row, "copy") for row in rows], **LIMIT, label="copy")
+def sizes_panel(axes: Axes, rows: list[results.Row]) -> None:
+    """Draws microseconds over the size of one tensor, with the copy as the limit."""
+    rows = sorted(rows, key=bytes_of_tensor)
+    sizes = list(map(bytes_of_tensor, rows))
+    axes.plot(sizes, [1e6 * row["seconds"]["copy"]["median"] for row in rows], **LIMIT, label="copy")
     for name in results.names(rows):
-        line(axes, name, [(x(row), y(row, name)) for row in rows if name in row["seconds"]])
-    if log:
-        axes.set(xscale="log", yscale="log")
-        ticks = [2**power for power in range(10, 41, 4) if x(rows[0]) <= 2**power <= x(rows[-1])]
-        axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
-        axes.minorticks_off()
-    else:
-        axes.set_xticks(sorted({x(row) for row in rows}))
+        known = [(x, row["seconds"][name]) for x, row in zip(sizes, rows, strict=True) if name in row["seconds"]]
+        line(axes, name, [(x, 1e6 * seconds["median"]) for x, seconds in known])
+    axes.set(xscale="log", yscale="log")
+    ticks = [2**power for power in range(10, 41, 4) if sizes[0] <= 2**power <= sizes[-1]]
+    axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
+    axes.minorticks_off()
 
 
 def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
@@ -145,56 +131,19 @@ def legend(figure: Figure) -> None:
 
 
 def widths(rows: list[results.Row], title: str) -> Figure | None:
-    large = [row for row in rows if results.sizes(row) == "large"]
+    large = [row for row in rows if row["sizes"] == "large"]
     chosen = [row for group in passes_of(large).values() if len(group) > 1 for row in group]
     return grid(chosen, widths_panel, title, "width", "percent of copy") if chosen else None
 
 
-def flat(rows: list[results.Row], title: str) -> Figure | None:
-    """Draws the ops whose time does not depend on the width, in one panel."""
-    large = [row for row in rows if results.sizes(row) == "large"]
-    chosen = [group[0] for group in passes_of(large).values() if len(group) == 1]
-    if not chosen:
-        return None
-    figure, axes = one_panel(title, 3.2)
-    axes.axhline(100, **LIMIT, label="copy")
-    names = results.names(chosen)
-    for place, name in enumerate(names):
-        known = [(i, row["percent_of_copy"][name]) for i, row in enumerate(chosen) if name in row["percent_of_copy"]]
-        left = [i + 0.8 * ((place + 0.5) / len(names) - 0.5) for i, _ in known]
-        axes.bar(left, [y for _, y in known], 0.8 / len(names), color=LOOKS[name][0], label=name)
-    labels = [f"{row['op']}\n{row['pass']}" for row in chosen]
-    axes.set_xticks(range(len(chosen)), labels, fontsize=8)
-    axes.set_ylabel("percent of copy", fontsize=9)
-    legend(figure)
-    return figure
-
-
 def size(rows: list[results.Row], title: str) -> Figure | None:
-    chosen = [row for row in rows if results.sizes(row) == "sweep"]
-    chosen = chosen or [row for row in rows if results.sizes(row) == "small"]
-    panel = partial(against, x=bytes_of_tensor, y=lambda row, name: 1e6 * row["seconds"][name]["median"], log=True)
-    return grid(chosen, panel, title, "size of one tensor", "microseconds") if chosen else None
-
-
-def threads(rows: list[results.Row], title: str) -> Figure | None:
-    """Draws, for each op, the largest tensor that was timed on several numbers of threads."""
-    chosen: list[results.Row] = []
-    for group in passes_of([row for row in rows if "threads" in row]).values():
-        shapes: dict[tuple[int, int], dict[int, results.Row]] = {}
-        for row in group:
-            shapes.setdefault((row["rows"], row["cols"]), {})[row["threads"]] = row
-        for _, same in sorted(shapes.items(), key=lambda item: -math.prod(item[0])):
-            if len(same) > 1:
-                chosen += same.values()
-                break
-    panel = partial(against, x=lambda row: row["threads"], y=gigabytes, log=False)
-    return grid(chosen, panel, title, "threads", "GB/s") if chosen else None
+    chosen = [row for row in rows if row["sizes"] == "sweep"] or [row for row in rows if row["sizes"] == "small"]
+    return grid(chosen, sizes_panel, title, "size of one tensor", "microseconds") if chosen else None
 
 
 def gigabytes(row: results.Row, name: str) -> float:
     """Returns the bandwidth in gigabytes per second, counting the bytes that the op must move."""
-    return row["copy_gb_s"] * (1 if name == "copy" else row["percent_of_copy"][name] / 100)
+    return row["copy_gb_s"] * row["percent_of_copy"][name] / 100
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
@@ -224,12 +173,14 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
     """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
     counted = operations()
-    large = passes_of([row for row in rows if results.sizes(row) == "large"])
+    large = passes_of([row for row in rows if row["sizes"] == "large"])
     chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
     chosen = [row for row in chosen if (row["op"], row["pass"]) in counted]
     if not chosen:
         return None
-    figure, axes = one_panel(title, 6)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots()
     by_intensity: dict[float, list[results.Row]] = {}
     for row in chosen:
         arithmetic, moved = counted[row["op"], row["pass"]]
@@ -257,9 +208,7 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
 
 PICTURES = {
     "widths": (widths, "percent of copy over width"),
-    "flat": (flat, "percent of copy"),
     "size": (size, "time over size"),
-    "threads": (threads, "scaling over threads"),
     "roofline": (roofline, "roofline of the ops named below, each at its best width"),
 }
 
@@ -270,13 +219,11 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
     found["rows"] = [row for row in found["rows"] if ops is None or row["op"] in ops]
     about = found["machine"]
     for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["dtype"] == dtype]
-        most = max(row.get("threads", about["threads"]) for row in rows)
-        with_most = [row for row in rows if row.get("threads", about["threads"]) == most]
+        rows = results.with_most_threads([row for row in found["rows"] if row["dtype"] == dtype])
         for kind, (draw, what) in PICTURES.items():
             if draw is size and any("call_seconds" in row for row in rows):
                 what = "time over size, from a call's first kernel on (without the host's part)"
-            figure = draw(rows if draw is threads else with_most, f"{about['device']}, {dtype}: {what}")
+            figure = draw(rows, f"{about['device']}, {dtype}: {what}")
             if figure:
                 yield f"{path.stem}-{kind}-{dtype}", figure
 

@@ -15,6 +15,7 @@ import torch
 
 import extension_cpp
 from benchmarks import kernels
+from extension_cpp.command import info
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, int, int, int, str]
@@ -30,9 +31,8 @@ PUBLISHED = ROOT / "benchmarks" / "results"
 
 
 def machine(device: str) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name() if device == "cuda" else info.cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -52,13 +52,6 @@ def in_words(found: dict[str, Any]) -> str:
     libraries = about.get("versions", {}).items()
     facts += [f"{name} {version or 'absent'}" for name, version in libraries]
     return ", ".join(facts + [f"commit {each}" for each in dict.fromkeys(row["commit"] for row in found["rows"])])
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.machine()
 
 
 def commit() -> str | None:
@@ -123,20 +116,12 @@ def read(path: Path, columns: Iterable[str] = ("op", "pass", "percent_of_copy"))
     return found
 
 
-def rounded(value: Any) -> Any:
-    """Returns the value with its numbers rounded to six digits."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Replaces the file in one step, with one line for each row. A run that is stopped here leaves the earlier file."""
+    """Replaces the file in one step, with one line for each row and six digits for each number that is not whole. A run
+    that is stopped here leaves the earlier file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    found = rounded(found)
+    found = json.loads(json.dumps(found), parse_float=lambda text: float(f"{float(text):.6g}"))
     lists = {name: ",\n".join(map(json.dumps, each)) for name, each in found.items() if isinstance(each, list)}
     values = {name: f"[\n{lists[name]}\n]" if name in lists else json.dumps(found[name]) for name in found}
     part.write_text("{" + ",\n".join(f"{json.dumps(name)}: {value}" for name, value in values.items()) + "}\n")
@@ -146,11 +131,13 @@ def write(path: Path, found: dict[str, Any]) -> None:
 def key(row: Row, about: dict[str, Any]) -> Key:
     """Returns what was measured. Rows with the same key are the same work with the same number of threads."""
     work = row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]
-    return *work, row.get("threads", about["threads"]), sizes(row)
+    return *work, row.get("threads", about["threads"]), row["sizes"]
 
 
-def sizes(row: Row) -> str:
-    return row.get("sizes", "large")
+def with_most_threads(rows: list[Row]) -> list[Row]:
+    """Returns the rows that were timed with the most threads. On a GPU, where a row has no number, these are all."""
+    most = max(row.get("threads", 0) for row in rows)
+    return [row for row in rows if row.get("threads", 0) == most]
 
 
 def names(rows: list[Row]) -> list[str]:

@@ -285,8 +285,8 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
     """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
     console.print(results.in_words(found | {"rows": rows}), highlight=False)
-    large = [row for row in rows if results.sizes(row) == "large"]
-    others = [row for row in rows if results.sizes(row) != "large"]
+    large = [row for row in rows if row["sizes"] == "large"]
+    others = [row for row in rows if row["sizes"] != "large"]
     show_group(console, "percent of the bandwidth of a copy", large, percents=True)
     for title, some in [("", others), *((f", {what}", results.other(rows, key)) for key, what in results.OTHERS)]:
         show_group(console, f"microseconds{title}", some, percents=False)

@@ -40,10 +40,10 @@ def table(path: Path) -> str:
             return f"{heading(found)}\n\n" + "\n".join(markdown(*make(found["rows"]))) + "\n"
     found = results.read(path)
     lines = [heading(found)]
-    large = _in_order([row for row in found["rows"] if results.sizes(row) == "large"])
+    large = _in_order([row for row in found["rows"] if row["sizes"] == "large"])
     if large:
         lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
-    small = [row for row in found["rows"] if results.sizes(row) == "small"]  # sweeps are for pictures
+    small = [row for row in found["rows"] if row["sizes"] == "small"]  # sweeps are for pictures
     others = [(f", {title}", results.other(small, key)) for key, title in results.OTHERS]
     for title, rows in others if any(rows for _, rows in others) else [("", small)]:
         if rows:

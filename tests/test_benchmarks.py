@@ -419,19 +419,19 @@ def test_pictures(tmp_path, capsys) -> None:
     path = tmp_path / "made.json"
     results.write(path, made_up())
     assert command.main(["plot", str(path), "--out", str(tmp_path / "plots")]) == 0
-    for kind in ("widths", "flat", "size", "threads", "roofline"):
+    for kind in ("widths", "size", "roofline"):
         stem = tmp_path / "plots" / f"made-{kind}-float32"
         text = stem.with_suffix(".svg").read_text()
-        for word in ("A &lt;machine&gt;, float32", "ours", "liger", "copy", "mish" if kind == "flat" else "rms_norm"):
+        for word in ("A &lt;machine&gt;, float32", "ours", "liger", "copy", "rms_norm"):
             assert word in text, (kind, word)
         assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     shown = ["roofline of the ops named below, each at its best width", "bandwidth of copy", "rms_norm backward"]
     shown += ["billions of arithmetic operations a second", "operations for each byte that the op must move"]
     assert [words for words in shown if words not in text] == []
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 3
     first, second = ([plot.svg(figure) for _, figure in plot.pictures(path)] for _ in range(2))
     assert first == second
-    assert [name for name, _ in plot.pictures(path, ["mish"])] == ["made-flat-float32", "made-roofline-float32"]
+    assert [name for name, _ in plot.pictures(path, ["mish"])] == ["made-roofline-float32"]
 
 
 def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> None:

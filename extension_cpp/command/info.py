@@ -227,7 +227,7 @@ def _driver_cuda() -> str | None:
     return None if failed or not value.value else f"{value.value // 1000}.{value.value % 1000 // 10}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     match = _search(r"^model name\s*: (.+)$", "/proc/cpuinfo")
     return match[1] if match else platform.machine()
 
@@ -303,7 +303,7 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
     libc = " ".join(platform.libc_ver()).strip()
     known = f" (knows CUDA up to {machine.driver_cuda})" if machine.driver_cuda else ""
     lines = [
-        f"CPU            {_cpu_name()}, {os.cpu_count()} logical cores",
+        f"CPU            {cpu_name()}, {os.cpu_count()} logical cores",
         f"instructions   {f'{level} runs{lowered}' if level else 'unknown: the library is not loaded'}",
         f"C library      {libc or 'not glibc'}",
         f"NVIDIA driver  {f'{machine.driver}{known}' if machine.driver else 'none'}",
