@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import peers, results
+from benchmarks import norm_plans, peers, results
 from benchmarks.judging import Judge
 from benchmarks.table import cell
 from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
 from extension_cpp.__main__ import positive
+from extension_cpp.command import info
 from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
@@ -90,14 +91,17 @@ def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
     return name, positive(width) if width else None
 
 
-def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtypes: Sequence[str]) -> None:
-    """Adds the options that choose the timed cases, of these ops and dtypes."""
-    steps = ["forward", "backward"]
-    weights = "; behind the + that of a norm's weights" if {*MIXED} & {*dtypes} else ""
-    several: dict[str, Any] = {"nargs": "+"}
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
+    parser.epilog = (
+        "A --json file that is there is continued. python -m benchmarks compare and plot look at the results; "
+        "host and host_ops time what a call costs, processes several GPUs, python -m benchmarks.models whole models. "
+        "Each has a --help."
+    )
+    names, dtypes = [spec.name for spec in timed_specs()], [*DTYPES, *MIXED]
     parser.add_argument(
         "--op",
-        **several,
+        nargs="+",
         type=functools.partial(op_at, names),
         default=[(name, None) for name in names],
         metavar="OP",
@@ -105,31 +109,21 @@ def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtyp
     )
     parser.add_argument(
         "--dtype",
-        **several,
+        nargs="+",
         choices=dtypes,
         default=["float32", "bfloat16"],
         metavar="DTYPE",
-        help=f"of {', '.join(dtypes)}{weights} (default: float32 bfloat16)",
+        help=f"of {', '.join(dtypes)}; behind the + that of a norm's weights (default: float32 bfloat16)",
     )
-    widths = list(WIDTHS)
-    parser.add_argument("--width", **several, type=positive, default=widths, help=f"columns (default: {widths})")
-    parser.add_argument("--pass", dest="passes", **several, choices=steps, default=steps)
+    widths, steps = list(WIDTHS), ["forward", "backward"]
+    parser.add_argument("--width", nargs="+", type=positive, default=widths, help=f"columns (default: {widths})")
+    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
     parser.add_argument("--mib", type=positive, help="size of one tensor in MiB (default: 512)", default=512)
-    parser.set_defaults(sizes=["large"])
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
-    parser.epilog = (
-        "A --json file that is there is continued. python -m benchmarks compare and plot look at the results; "
-        "host and host_ops time what a call costs, norm_plans the shapes of the norms' GPU kernels, processes several "
-        "GPUs, python -m benchmarks.models whole models. Each has a --help."
-    )
-    add_case_options(parser, [spec.name for spec in timed_specs()], [*DTYPES, *MIXED])
     parser.add_argument(
         "--sizes",
         nargs="+",
         choices=["large", "small", "sweep"],
+        default=["large"],
         help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096; "
         "sweep: 1 KiB, fourfold each, to the first above --mib: 1 GiB (default: large)",
     )
@@ -137,10 +131,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes most of the time)")
     parser.add_argument("--plain-malloc", action="store_true", help="CPU: with the page faults of glibc's defaults")
+    parser.add_argument(
+        "--plans", action="store_true", help="GPU: the norms alone, with each kernel of csrc/rows/plan.h"
+    )
     parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
     options = parser.parse(arguments)
     if options.threads and options.device == "cuda":
         parser.error("argument --threads: of the CPU, and the device is cuda")
+    if options.plans and options.device == "cpu":
+        parser.error("argument --plans: of a GPU's kernels, and the device is cpu")
     options.threads = options.threads or [torch.get_num_threads()]
     return options
 
@@ -165,7 +164,7 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     for threads in options.threads if options.device == "cpu" else [None]:
         for spec in timed_specs():
-            if spec.name not in dict(options.op):
+            if spec.name not in dict(options.op) or (options.plans and spec.name not in info.NORMS):
                 continue
             for dtype in options.dtype:
                 if dtype in MIXED and not spec.float_weights:
@@ -184,6 +183,8 @@ def make_sample(case: Case, device: str, rows: int) -> Sample:
 
 
 def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) -> dict[str, Callable[..., Any]]:
+    if options.plans:
+        return dict.fromkeys(("ours", *norm_plans.contenders(case)), case.spec.function)
     stock = case.eager(case.spec.bench.stock or case.spec.reference)
     functions = {"ours": case.spec.function, "eager": stock}
     torch._dynamo.reset()  # otherwise code compiled for other shapes would become dynamic
@@ -221,6 +222,7 @@ def prepare(
     target = torch.empty_like(source)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     failed: dict[str, str] = {}
+    shapes = norm_plans.contenders(case) if options.plans else {}
     for name, function in contenders(case, options, libraries).items():
         try:
             if own_masks and name != "ours":
@@ -230,6 +232,7 @@ def prepare(
                     failed[name] = unmasked.wrong[name]
                     continue
             call = call_of(case, judge, name, function)
+            call = norm_plans.limited(shapes[name], call) if name in shapes else call
             call()
             calls[name] = call
         except Exception as error:  # an error in a library's code is the result of its row, and does not end the run

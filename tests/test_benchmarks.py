@@ -3,7 +3,6 @@ that an interrupted run keeps, the command `compare`, and error messages."""
 
 import contextlib
 import copy
-import csv
 import json
 import re
 from dataclasses import replace
@@ -29,6 +28,7 @@ from benchmarks import (
     run,
 )
 from benchmarks.table import table
+from extension_cpp.command import info
 from extension_cpp.registration import calls
 from tests.opspec import Sample, as_tuple, leaves
 
@@ -488,6 +488,7 @@ def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
     [
         (["--rounds", "8"], "at least 9"),
         (["--op", "other"], "invalid choice: 'other'"),
+        (["--device", "cpu", "--plans"], "argument --plans: of a GPU's kernels, and the device is cpu"),
         (["compare", "a.json"], "the following arguments are required: after"),
     ],
 )
@@ -510,51 +511,38 @@ def test_a_file_that_is_none(tmp_path, text, message) -> None:
         command.main(["compare", str(path), str(path)])
 
 
-def test_shapes_of_the_norms(tmp_path: Path, monkeypatch, capsys) -> None:
-    """norm_plans times each kernel shape that fits a width with only this shape allowed, and then allows all again."""
-    allowed = []
-    allow = norm_plans.allow
+def test_shapes_of_the_norms(monkeypatch) -> None:
+    """--plans times each kernel shape that fits a width, with only this shape allowed in its calls, forward and
+    backward. Between the calls all shapes are allowed."""
+    call_of, picked = run.call_of, []
 
-    def take_turns(calls, device, rounds, ready):
-        allowed.clear()
-        for name in calls:
-            monkeypatch.setattr(norm_plans, "allow", lambda shapes: allowed.append(shapes) or allow(shapes))
-            ready(name)
-            if name != "copy":
-                assert norm_plans.plan_of(case)["shape"] == name
-        return {name: {"median": 1e-3 * (index + 1)} for index, name in enumerate(calls)}
+    def noted(case, *others):
+        call = call_of(case, *others)
+        return lambda: picked.append(norm_plans.shape_of(case)) or call()
 
-    monkeypatch.setattr(norm_plans, "take_turns", take_turns)
-    (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
-    for backward, cols, names in ((False, 1024, {"row"}), (True, 4096, {"persistent", "pipeline"})):
-        case = run.Case(spec, "bfloat16", 5000, cols, backward, None, "large")
-        before = norm_plans.plan_of(case)
-        lines = list(norm_plans.measure(case, "cpu", 9))
-        assert {line["kernel"] for line in lines} == names and len(lines) > 2
-        assert allowed == [norm_plans.ALL, *(1 << line["shape"] for line in lines), norm_plans.ALL]
-        assert [line["is_picked"] for line in lines].count(True) == 1
-        assert [line["percent_of_copy"] for line in lines[:2]] == ["50.0", "33.3"]
-        assert norm_plans.plan_of(case) == before
-        assert set(lines[0]) == set(norm_plans.COLUMNS)
-
-
-def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        command.main(["norm_plans"])
-    assert "no GPU" in capsys.readouterr().err
-
-
-def test_the_command_of_the_norms_shapes_gives_its_cases(monkeypatch) -> None:
+    monkeypatch.setattr(run, "call_of", noted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (words,) = re.findall(r"`python -m benchmarks norm_plans (--[^`]*)`", COMMANDS["norm-plans-h100.csv"])
-    with (results.PUBLISHED / "norm-plans-h100.csv").open() as file:
-        rows = [
-            [row[name] for name in norm_plans.COLUMNS[:5]]
-            for row in csv.DictReader(line for line in file if line[0] != "#")
-        ]
-    asked = [list(map(str, case.head().values()))[:5] for case in run.cases(norm_plans.parse(words.split()))]
-    assert [*dict.fromkeys(map(tuple, rows))] == [*map(tuple, asked)]
+    words = ["--plans", "--op", "layer_norm", "mish", "--dtype", "bfloat16", "--width", "1024", "4096", "--mib", "40"]
+    options = run.parse(words)
+    cases = list(run.cases(options))
+    assert [(case.spec.name, case.cols) for case in cases] == [
+        ("layer_norm", cols) for cols in (1024, 1024, 4096, 4096)
+    ]
+    options.device = "cpu"
+    for case, names in ((cases[0], {"row"}), (cases[3], {"persistent", "pipeline"})):
+        before = norm_plans.shape_of(case)
+        picked.clear()
+        calls, _, failed = run.prepare(case, options, [])
+        shapes = [int(name.removeprefix("plan ")) for name in calls if name not in ("copy", "ours")]
+        assert not failed and picked == [before, *shapes] and before in shapes and len(shapes) > 2
+        for name, call in calls.items():
+            call()
+            assert name in ("copy", "ours") or name == f"plan {picked[-1]}"
+        kernels_of = set()
+        for shape in shapes:
+            with norm_plans.allowed(shape):
+                kernels_of.add(info.norm_plan("layer_norm", "bfloat16", case.rows, case.cols, case.backward)["kernel"])
+        assert kernels_of == names and norm_plans.shape_of(case) == before
 
 
 COMMANDS = dict(re.findall(r"(?m)^\| `([\w-]+\.\w+)` \| (.*) \|$", (results.PUBLISHED / "README.md").read_text()))
