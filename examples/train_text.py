@@ -55,8 +55,9 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # for a checkp
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """The settings that two runs must share if their curves are compared."""
+class Settings:
+    """The settings that a run must share with the checkpoint from which it continues, and with a run beside which its
+    curves are drawn."""
 
     device: str
     steps: int
@@ -66,14 +67,8 @@ class RunSettings:
     context: int
     batch: int  # sequences per forward
     learning_rate: float  # learning rate after the warm-up
-
-
-@dataclass(frozen=True)
-class Settings(RunSettings):
-    """The settings that a run must share with the checkpoint from which it continues."""
-
-    heads: int
-    accumulate: int  # forwards per step
+    heads: int = 0  # of the attention
+    accumulate: int = 1  # forwards per step
 
 
 SMALL = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2, "learning_rate": 2e-3}
@@ -123,7 +118,7 @@ class Text:
         return Text(alphabet, indices[:-kept], indices[-kept:], hashlib.sha256(data).hexdigest()[:16])
 
 
-def batch(text: Tensor, settings: RunSettings, seed: int) -> tuple[Tensor, Tensor]:
+def batch(text: Tensor, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
     return demo_model.sequences(text, settings.batch, settings.context, seed, settings.device)
 
 
@@ -306,7 +301,7 @@ def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: st
     )
 
 
-def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[RunSettings]) -> tuple[Text, Any, str]:
+def prepare(options: argparse.Namespace, sizes: dict[str, Any]) -> tuple[Text, Settings, str]:
     """Returns the text, the settings of the run, and a remark on the device. Makes the folder for the output."""
     device, remark = demo.choose_device(options.device)
     text = Text.of(read_text(options.text), sizes[device]["context"])
@@ -314,7 +309,7 @@ def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[RunSe
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotRun(f"--out {options.out}: {error.strerror}") from error
-    return text, kind(device=device, steps=options.steps, text=text.digest, **sizes[device]), remark
+    return text, Settings(device, options.steps, text.digest, **sizes[device]), remark
 
 
 def join(device: str) -> None:
@@ -328,7 +323,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     parallel = options.parallel if distributed.is_torchelastic_launched() else None
     if not options.no_compile:
         demo.check_compiler("training", "; or add --no-compile")
-    text, settings, remark = prepare(options, SIZES, Settings)
+    text, settings, remark = prepare(options, SIZES)
     device = settings.device
     if parallel:
         join(device)
