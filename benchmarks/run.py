@@ -8,7 +8,6 @@ percent of the copy's bandwidth. Streaming stores, and ops that write less than 
 import argparse
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from benchmarks.table import cell
 from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
 from extension_cpp.__main__ import positive
 from extension_cpp.command import info
+from extension_cpp.command.demo_table import keep_memory
 from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
@@ -35,9 +35,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Half types with float32 weights. The weights are the inputs of one dimension.
 MIXED = ("bfloat16+float32", "float16+float32")
 SLOW = 100  # a call slower than 100 copies is timed once, and not in every round
-# Makes glibc keep large freed blocks in the process. By default it returns them to the operating system, and every call
-# pays for page faults, as a user's calls do (--plain-malloc).
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True)
@@ -351,8 +348,8 @@ def measure_all(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.device == "cpu" and not options.plain_malloc and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEP_MEMORY})
+    if options.device == "cpu" and not options.plain_malloc:
+        keep_memory()
     torch._functorch.config.donated_buffer = False  # allows many backward calls after one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
