@@ -138,28 +138,20 @@ def compiler(variable: str, default: str, package: str) -> list[str]:
     return command
 
 
-def is_clang(cc: list[str]) -> bool:
+def c_flags(cc: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the flags of all C files, and the optimisation of kernels beyond -O2, for levels without CPU_SMALL."""
     macros = subprocess.run([*cc, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True).stdout
-    return "__clang__" in macros
+    if "__clang__" in macros:
+        return C_FLAGS, ["-O3"]
+    return C_FLAGS + GCC_FLAGS, GCC_OPTIMISE
 
 
-def c_flags(cc: list[str]) -> list[str]:
-    """Returns C_FLAGS and, if the compiler is gcc, the flags that only gcc knows."""
-    return C_FLAGS if is_clang(cc) else C_FLAGS + GCC_FLAGS
-
-
-def c_optimise(cc: list[str]) -> list[str]:
-    """Returns the optimisation options of kernels beyond -O2, for levels without CPU_SMALL."""
-    return ["-O3"] if is_clang(cc) else GCC_OPTIMISE
-
-
-def level_flags(cc: list[str], debug: bool) -> dict[str, list[str]]:
+def level_flags(optimise: list[str], debug: bool) -> dict[str, list[str]]:
     """Returns the flags of the kernels at each instruction set."""
     if debug:
         return {"baseline": []}
     levels = X86_LEVELS if machine() == "x86_64" else {"baseline": []}
-    usual = c_optimise(cc)
-    return {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else usual), *own] for name, own in levels.items()}
+    return {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise), *own] for name, own in levels.items()}
 
 
 def torch_folder() -> Path:
@@ -429,7 +421,8 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     debug = switch("DEBUG") == "1"
     optimise = ["-O0", "-g", "-DCPU_BASELINE_ONLY"] if debug else ["-O2"]
     optimise_shim = ["-O0", "-g"] if debug else LESS_OPTIMISED
-    levels = level_flags(cc, debug)
+    flags, optimise_kernels = c_flags(cc)
+    levels = level_flags(optimise_kernels, debug)
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
@@ -450,7 +443,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         link += toolkit
     tail = " -MF $out.d $flags -c $in -o $out"
     commands = {
-        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, include) + " $listed" + tail,
+        "c": quote(cc, flags, COMMON_FLAGS, optimise, include) + " $listed" + tail,
         "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed" + tail,
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
