@@ -208,7 +208,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     device = settings.device
     if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 in the matrix products, for every recurrence
-    console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
+    console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}")
     if "torch" in options.recurrence:
         if not options.no_compile:
             demo.check_compiler("--recurrence torch", "; or add --no-compile")
@@ -224,12 +224,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(
             f"{name:5}  loss {training.losses[0]:.4f} at first, {training.losses[-1]:.4f} in the end  "
             f"{1e3 * training.step_seconds():.1f} ms a step, the median",
-            highlight=False,
         )
     tabulate(options.out / "curves.csv", trainings)
     picture = options.out / "loss.png"
     draw(picture, trainings)
-    console.print(f"The loss curves: {picture}", highlight=False, soft_wrap=True)
+    console.print(f"The loss curves: {picture}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -241,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
-            run(options, Console())
+            run(options, Console(highlight=False))
     except CannotRun as error:
         return fail(str(error))
     return 0

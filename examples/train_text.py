@@ -341,10 +341,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     console.print(
         f"{len(text.training)} bytes of text, {parameters / 1e6:.1f} million parameters, --ops {options.ops}, on "
         f"{demo.describe(device)}{f', {training.processes} processes ({parallel})' if parallel else ''}. {remark}",
-        highlight=False,
     )
     if training.losses:
-        console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", highlight=False, soft_wrap=True)
+        console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", soft_wrap=True)
     with demo_model.progress(console) as progress:
         task = progress.add_task("compiling", total=options.steps, completed=len(training.losses))
         while len(training.losses) < options.steps:
@@ -354,19 +353,17 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 training.save(checkpoint)
             progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
     if training.seconds:
-        console.print(f"{1e3 * training.step_seconds():.1f} ms a step, the median", highlight=False)
+        console.print(f"{1e3 * training.step_seconds():.1f} ms a step, the median")
     for step, loss in training.validation.items():
-        console.print(
-            f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}", highlight=False
-        )
+        console.print(f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}")
     if training.rank > 0:
         return
     writer = Training(options.ops, text, settings, compiled=False)
     writer.model.load_state_dict(read_checkpoint(checkpoint)["model"])
     console.rule("what the model writes")
-    console.print(writer.write(WRITTEN), markup=False, highlight=False)
+    console.print(writer.write(WRITTEN), markup=False)
     console.rule()
-    console.print(f"The loss curves: {draw(options.out, settings)}", highlight=False, soft_wrap=True)
+    console.print(f"The loss curves: {draw(options.out, settings)}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -382,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        run(options, Console(quiet=not is_first))
+        run(options, Console(quiet=not is_first, highlight=False))
     except CannotRun as error:
         return fail(str(error))
     except KeyboardInterrupt:
