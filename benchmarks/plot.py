@@ -26,7 +26,6 @@ LOOKS = {
     "compile": ("#009E73", "^"),
     "liger": ("#CC79A7", "D"),
     "quack": ("#D55E00", "v"),
-    "apex": ("#56B4E9", "P"),
 }
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
 ROOT = Path(__file__).resolve().parent.parent
