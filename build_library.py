@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 if sys.version_info < (3, 10):  # noqa: UP036  # any Python can be asked to run this file
     sys.exit(f"error: Python 3.10 or newer is needed, and {sys.executable} is {sys.version.split()[0]}.")
@@ -267,11 +267,6 @@ def quote(*flags: list[str]) -> str:
     return shlex.join(itertools.chain(*flags)).replace("$", "$$")
 
 
-def escape(path: Path) -> str:
-    """Escapes a path for the build lines of a ninja file. ninja_syntax does not escape a $."""
-    return re.sub(r"([$ :])", r"$\1", str(path))
-
-
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
     """Returns nvcc with its flags, and the link options for the libraries of its CUDA toolkit."""
     if is_cross():
@@ -352,9 +347,9 @@ def own_folder(namespace: str) -> str:
 
 
 def write_objects(
-    file: TextIO, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool, precompiled: bool
+    ninja: Any, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool, precompiled: bool
 ) -> list[str]:
-    """Writes to a ninja file how each source is compiled to an object file. Returns the names of the object files."""
+    """Writes to build.ninja how each source is compiled to an object file. Returns the names of the object files."""
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     objects: list[str] = []
 
@@ -362,9 +357,9 @@ def write_objects(
         """Adds a source of CSRC, or a file in the build folder that includes several sources."""
         name = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
         objects.append(f"{prefix}{name}.o")
-        path = escape(source if name == source else csrc / name) + (f" | {header}.gch" if header else "")
-        flags = [*flags, "-include", header] if header else flags
-        file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
+        path = str(source if name == source else csrc / name)
+        variables = {"flags": quote(flags, ["-include", header] if header else [])}
+        ninja.build(objects[-1], rule, path, implicit=f"{header}.gch" if header else None, variables=variables)
 
     def together(suffix: str) -> list[Path]:
         """Returns the files to compile for all sources with this suffix. The sources of small folders are included
@@ -392,7 +387,7 @@ def write_objects(
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
         write_if_new(folder / header, text)
         # -MD also lists headers of torch and of the system. Compilers use outdated precompiled headers without warning.
-        file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
+        ninja.build(f"{header}.gch", rule, header, variables={"listed": "-MD", "flags": quote(flags)})
         return header
 
     # The files that take longest come first, so that no core has to wait at the end.
@@ -463,10 +458,10 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
 
         # A compiler cache does not keep files that use a precompiled header.
         precompiled = not {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}
-        objects = write_objects(file, folder, own, levels, info, nvcc is not None, precompiled)
+        objects = write_objects(ninja, folder, own, levels, info, nvcc is not None, precompiled)
         if link_command != cxx:
             objects.append("old_glibc.c.o")
-            file.write("build old_glibc.c.o: c old_glibc.c\n")
+            ninja.build(["old_glibc.c.o"], "c", ["old_glibc.c"])
         names = ["libtorch.so", "libtorch_cpu.so"] if is_cross() else []
         ninja.rule("empty", quote(cxx, ["-shared", "-x", "c"]) + " $in -Wl,-soname,$out -o $out")
         for name in names:
