@@ -1,7 +1,9 @@
 """Times what a call of layer_norm costs the host in each software layer. For the small tensor the kernel hardly counts.
 
-Each figure is the time of a batch of calls divided by their number. The host waits for a GPU only between batches. The
-ways to call layer_norm take turns.
+With --op other ops are called in two ways: by their function, and by the same function with the operator under
+torch.library.register_autograd, whose backward runs an operator without a derivative, as in a user's own package. Each
+figure is the time of a batch of calls divided by their number. The host waits for a GPU only between batches. The ways
+take turns.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from benchmarks.table import WAYS, finish
 from benchmarks.timing import BenchmarkParser, take_turns
 from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
+from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
 
 ROWS, COLS, EPS = 8, 512, 1e-5
 PLAIN = "register_autograd"  # the way whose operator has torch.library's registration
@@ -186,11 +189,50 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
             yield {"pass": name} | row
 
 
+def timed_specs() -> dict[str, OpSpec]:
+    """Returns the specs of the differentiable ops, except ops of lists: torch.library gives their setup_context a
+    needs_input_grad of another form."""
+    return {spec.name: spec for spec in all_specs() if spec.differentiable and not spec.lists}
+
+
+def sample_of(spec: OpSpec, device: str) -> Sample:
+    def make(shape: Sequence[int]) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    return spec.bench.sample(make, (ROWS, COLS))
+
+
+def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
+    inputs, is_operator = leaves(sample), spec.function is getattr(_ops, spec.name)
+
+    def function() -> Any:
+        called = getattr(_ops, spec.name) if is_operator else spec.function  # registered_plainly() changes _ops
+        return called(*sample.args, **sample.kwargs)
+
+    grads = [torch.ones_like(y) for y in as_tuple(function()) if y.requires_grad]
+
+    def both() -> Any:
+        outputs = [y for y in as_tuple(function()) if y.requires_grad]
+        return torch.autograd.grad(outputs, inputs, grads)
+
+    return {"forward, grad": function, "forward and backward": both}
+
+
+def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    for name, call in passes(spec, sample_of(spec, device)).items():
+        both = dict.fromkeys(("function", PLAIN), call)
+        for row in take_batches(spec.name, both, device, rounds, contextlib.nullcontext):
+            yield {"op": spec.name, "pass": name} | row
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches").parse(arguments)
+    parser, specs = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches"), timed_specs()
+    parser.add_argument("--op", nargs="+", choices=specs, default=[], metavar="OP", help=f"of {', '.join(specs)}")
+    options = parser.parse(arguments)
     torch.set_num_threads(1)  # the tensor is too small for several threads, and waiting for them would be timed
     about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
-    origin = results.run(options.device)("layer_norm")
-    rows = [row | origin for row in measure(options.device, options.rounds)]
+    origin = results.run(options.device)
+    rows = [row | origin(op) for op in options.op for row in measure_op(specs[op], options.device, options.rounds)]
+    rows = rows or [row | origin("layer_norm") for row in measure(options.device, options.rounds)]
     finish(options.path, {"machine": about, "rows": rows}, table.host)
     return 0

@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
     parser.epilog = (
         "A --json file that is there is continued. python -m benchmarks compare and plot look at the results; "
-        "host and host_ops time what a call costs, processes several GPUs, python -m benchmarks.models whole models. "
+        "host times what a call costs, processes several GPUs, python -m benchmarks.models whole models. "
         "Each has a --help."
     )
     names, dtypes = [spec.name for spec in timed_specs()], [*DTYPES, *MIXED]

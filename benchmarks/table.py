@@ -157,26 +157,16 @@ def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def host(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of host microseconds per call of layer_norm: a row for each way to call it, a column per pass."""
-    passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
-    found = {(row["way"], row["pass"]): time(row["seconds"], scale=1e6) for row in rows}
-    body = [[way, WAYS[way], *(found.get((way, name), "") for name in passes)] for way in WAYS if way in ways]
+    """Makes a table of host microseconds per call: a row for each op and way to call it, a column per pass."""
+    passes, lines = list(dict.fromkeys(row["pass"] for row in rows)), dict[tuple[str, str], dict[str, str]]()
+    for row in rows:
+        lines.setdefault((row.get("op", ""), row["way"]), {})[row["pass"]] = time(row["seconds"], scale=1e6)
+    if "op" in rows[0]:
+        body = [[op, way, *cells.values()] for (op, way), cells in lines.items()]
+    else:  # layer_norm, some of whose ways are not in all passes
+        known = {way: lines["", way] for way in WAYS if ("", way) in lines}
+        body = [[way, WAYS[way], *(cells.get(name, "") for name in passes)] for way, cells in known.items()]
     return ["", "", *passes], body
-
-
-def host_ops(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of the host time per call of each op in microseconds. For each pass it has the times with both
-    registrations of autograd, and their ratio."""
-    passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
-    found = {(row["op"], row["pass"], row["way"]): row["seconds"] for row in rows}
-    body = []
-    for op in dict.fromkeys(row["op"] for row in rows):
-        cells = [op]
-        for name in passes:
-            ours, plain = (found[op, name, way] for way in ways)
-            cells += [time(ours, scale=1e6), time(plain, scale=1e6), f"{ours['median'] / plain['median']:.2f}"]
-        body.append(cells)
-    return ["", *(head for name in passes for head in (f"{name}: {ways[0]}", ways[1], "ratio"))], body
 
 
 def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> None:
@@ -193,7 +183,6 @@ def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> Non
 # How to print files of other commands than `python -m benchmarks`, by the beginning of the file's name: the columns of
 # a row, and the function that makes the table.
 KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
-    "host-ops-": (("op", "way", "pass", "seconds"), host_ops),
     "host-": (("way", "pass", "seconds"), host),
     "models-": (("model", "way", "seconds"), models),
     "linear-loss-": (("way", "seconds"), linear_loss),

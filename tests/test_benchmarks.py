@@ -19,7 +19,6 @@ from benchmarks import (
     c_loop,
     compare,
     host,
-    host_ops,
     kernels,
     norm_plans,
     peers,
@@ -343,15 +342,15 @@ def test_the_ways_of_host_do_the_same(way, device) -> None:
     torch.testing.assert_close(list(gradients), list(one_call.forward_and_backward("native")()))
 
 
-@pytest.mark.parametrize("spec", host_ops.timed_specs(), ids=str)
+@pytest.mark.parametrize("spec", host.timed_specs().values(), ids=str)
 def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, device, monkeypatch) -> None:
     """Under registered_plainly, PyTorch's register_autograd is active for an op and its backward. Results and gradients
     have the same bits as with the package's registration, which is active again afterwards."""
     seen, requires_grad = list[str](), calls._requires_grad
     monkeypatch.setattr(calls, "_requires_grad", lambda name, args: seen.append(name) or requires_grad(name, args))
 
-    sample = host_ops.sample_of(spec, device)
-    function, both = host_ops.passes(spec, sample).values()
+    sample = host.sample_of(spec, device)
+    function, both = host.passes(spec, sample).values()
 
     def once() -> tuple[list[str], list[torch.Tensor]]:
         """Runs the op, and returns the names of its autograd nodes, and its outputs and gradients."""
@@ -378,24 +377,24 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, dev
     torch.testing.assert_close(plain, found, rtol=0, atol=0)
 
 
-def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
+def test_host_of_ops(tmp_path, device, monkeypatch, capsys) -> None:
     monkeypatch.setattr(host, "CALLS", 2)
-    path, threads, seen = tmp_path / "host-ops-made.json", torch.get_num_threads(), []
+    path, threads, seen = tmp_path / "host-made.json", torch.get_num_threads(), []
     registered_plainly = host.registered_plainly
     monkeypatch.setattr(host, "registered_plainly", lambda op: seen.append(op) or registered_plainly(op))
     try:
         words = ["--device", device, "--rounds", "9", "--json", str(path), "--op", "mish", "add_rms_norm"]
-        assert command.main(["host_ops", *words]) == 0
+        assert command.main(["host", *words]) == 0
     finally:
         torch.set_num_threads(threads)
     found = json.loads(path.read_text())["rows"]
     assert seen == ["mish"] * 2 * 11 + ["add_rms_norm"] * 2 * 11
     measured = [(row["op"], row["pass"], row["way"]) for row in found]
-    ways = (host_ops.OURS, host.PLAIN)
-    assert measured == [(op, step, way) for op in ("mish", "add_rms_norm") for step in host_ops.PASSES for way in ways]
-    ours, plain = (row["seconds"]["median"] for row in found[:2])
-    assert f"| mish | {1e6 * ours:.1f} | {1e6 * plain:.1f} | {ours / plain:.2f} |" in table(path)
-    assert "forward and backward: ours" in capsys.readouterr().out
+    ways, steps = ("function", host.PLAIN), ("forward, grad", "forward and backward")
+    assert measured == [(op, step, way) for op in ("mish", "add_rms_norm") for step in steps for way in ways]
+    forward, both = (f"{1e6 * row['seconds']['median']:.1f}" for row in found[:3:2])
+    assert f"| mish | function | {forward} | {both} |" in table(path)
+    assert "forward and backward" in capsys.readouterr().out
 
 
 def made_up() -> dict:
