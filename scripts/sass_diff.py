@@ -2,7 +2,7 @@
 
 Compares two builds of the library, one from before the change and one from after it:
 
-    python scripts/sass_diff.py BEFORE.so AFTER.so --match norm --rename norm_cuda=norm
+    python -m scripts.sass_diff BEFORE.so AFTER.so --match norm --rename norm_cuda=norm
 
 Kernels are compared by the text of their instructions. Addresses, hexadecimal encodings and function names are left
 out. Kernels are paired by their demangled names, after --rename was applied to the names of BEFORE. Kernels whose names
@@ -18,10 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for `python scripts/sass_diff.py`
-
-from scripts.kernel_resources import cuobjdump, short_names  # noqa: E402  # found by the line above
+from scripts.kernel_resources import cuobjdump, short_names
 
 Code = tuple[str, ...]  # the instructions of one kernel, in order
 Kernels = Mapping[str, Sequence[Code]]  # by name; several translation units may have a kernel of the same name
@@ -87,23 +84,21 @@ def differing(before: Code, after: Code) -> int:
 
 def compare(before: Kernels, after: Kernels) -> list[Pair]:
     """Pairs the kernels by name, and those without a partner by equal code."""
-    pairs, alone_before, alone_after = [], [], []
-    for name in sorted({*before, *after}):
-        olds, news = (collections.Counter(kernels.get(name, ())) for kernels in (before, after))
-        pairs += [Pair("identical", name)] * (olds & news).total()
-        rest, left = list((olds - news).elements()), list((news - olds).elements())
-        for old, new in zip(rest, left, strict=False):
-            detail = f": {differing(old, new)} of {len(old)} -> {len(new)} instructions"
-            pairs.append(Pair("changed", name, detail))
-        alone_before += [(name, code) for code in rest[len(left) :]]
-        alone_after += [(name, code) for code in left[len(rest) :]]
-    for name, code in alone_before:
-        if same := next((other for other in alone_after if other[1] == code), None):
-            alone_after.remove(same)
-            pairs.append(Pair("renamed", f"{name} -> {same[0]}"))
-        else:
-            pairs.append(Pair("only before", name, f": {len(code)} instructions"))
-    pairs += [Pair("only after", name, f": {len(code)} instructions") for name, code in alone_after]
+    olds, news = (
+        collections.Counter((name, code) for name, codes in kernels.items() for code in codes)
+        for kernels in (before, after)
+    )
+    pairs = [Pair("identical", name) for name, _ in (olds & news).elements()]
+    gone, new = list((olds - news).elements()), list((news - olds).elements())
+    for key in (0, 1):
+        for name, code in gone.copy():
+            if other := next((other for other in new if other[key] == (name, code)[key]), None):
+                gone.remove((name, code))
+                new.remove(other)
+                detail = f": {differing(code, other[1])} of {len(code)} -> {len(other[1])} instructions"
+                pairs.append(Pair("changed", name, detail) if key == 0 else Pair("renamed", f"{name} -> {other[0]}"))
+    for state, alone in (("only before", gone), ("only after", new)):
+        pairs += [Pair(state, name, f": {len(code)} instructions") for name, code in alone]
     return sorted(pairs, key=lambda pair: (STATES.index(pair.state), pair.name))
 
 
