@@ -136,7 +136,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}
     finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -126,7 +126,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.write(options.path, found)  # keeps these figures if a later run fails
     finish(options.path, found, table.processes)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

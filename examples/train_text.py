@@ -383,13 +383,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotRun as error:
         return fail(str(error))
     except KeyboardInterrupt:
-        if not is_first:
-            return 130
-        if (options.out / f"{options.ops}.pt").exists():
-            without = ", without --restart," if options.restart else ""
-            print(f"Stopped; the same command{without} goes on from the last checkpoint.", file=sys.stderr)
-        else:
-            print(f"Stopped before the first checkpoint, of step {CHECKPOINT_EVERY}.", file=sys.stderr)
+        without = ", without --restart," if options.restart else ""
+        told = f"Stopped; the same command{without} goes on from the last checkpoint."
+        if not (options.out / f"{options.ops}.pt").exists():
+            told = f"Stopped before the first checkpoint, of step {CHECKPOINT_EVERY}."
+        if is_first:
+            print(told, file=sys.stderr)
         return 130
     finally:
         if distributed.is_initialized():
