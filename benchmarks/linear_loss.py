@@ -85,9 +85,7 @@ class Judge:
             self.errors[name] = dict(zip(("loss", "x", "weight"), errors, strict=True))
 
     def stop_if_wrong(self) -> None:
-        wrong = {"eager": gradients.wrong_stock(self.errors["eager"])}
-        for name, each in self.errors.items():
-            wrong[name] = wrong.get(name) or gradients.wrong(each, self.errors["eager"])
+        wrong = {name: gradients.wrong(each, self.errors["eager"]) for name, each in self.errors.items()}
         if found := [f"{name}: {words}" for name, words in wrong.items() if words]:
             sys.exit(f"error: {'; '.join(found)}")
 

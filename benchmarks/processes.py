@@ -98,7 +98,7 @@ def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error
         first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
         if not beside:
             beside.update(first)
-        if wrong := gradients.wrong_stock(first) if beside == first else gradients.wrong(first, beside):
+        if wrong := gradients.wrong(first, beside):
             sys.exit(f"error: {place}, {ops}: {wrong}")
         figure["gradient_error"] = gradients.largest(first)
 
