@@ -75,7 +75,6 @@ test: $(READY)  ## build, then run the tests, on the GPU too if there is one
 
 test-gpu: $(READY)  ## build, then run the tests that use the GPU
 	$(call need,$(TEST_NEEDS))
-	@$(PYTHON) check_environment.py gpu
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m pytest --device cuda -k cuda $(ARGS)
 

@@ -110,20 +110,11 @@ def check_modules(modules):
     build_library.torch_folder()
 
 
-def check_gpu():
-    import torch
-
-    if not torch.cuda.is_available():
-        fail(f"no GPU that torch {torch.__version__} can use was found, and this target's tests need one.")
-
-
 if __name__ == "__main__":
     check_python()
     if sys.argv[1:] == ["machine"]:
         check_venv()
         check_own_venv()
         check_compilers()
-    elif sys.argv[1:] == ["gpu"]:
-        check_gpu()
     else:
         check_modules(sys.argv[1:])
