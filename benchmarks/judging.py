@@ -234,19 +234,19 @@ class Judge:
 
     def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
         """Adds to `before` the sums over the lines of one more chunk. `share` is the chunk's share of all lines."""
-        exact = [x for _, x in truth.exact.tensors()]
-        scaled = [x * share if x.dim() == 0 else x for x in exact]
-        sizes = [
-            Terms(term.size * share, term.c, term.saved * share, term.rounded * share) if x.dim() == 0 else term
-            for x, term in zip(exact, truth.known_terms, strict=True)
-        ]
-        for number, x in enumerate(exact):
+        exact, sizes = [], []
+        for number, ((_, x), term) in enumerate(zip(truth.exact.tensors(), truth.known_terms, strict=True)):
+            if x.dim() == 0:  # the mean over the lines of the chunk
+                x = x * share
+                term = Terms(term.size * share, term.c, term.saved * share, term.rounded * share)
             if before is not None and self.is_sum(x):
-                old, new = before.known_terms[number], sizes[number]
-                scaled[number] = scaled[number] + list(before.exact.tensors())[number][1]
-                sizes[number] = Terms(old.size + new.size, new.c, old.saved + new.saved, old.rounded + new.rounded)
+                old = before.known_terms[number]
+                x = x + list(before.exact.tensors())[number][1]
+                term = Terms(old.size + term.size, term.c, old.saved + term.saved, old.rounded + term.rounded)
+            exact.append(x)
+            sizes.append(term)
         outputs = len(truth.exact.outputs)
-        return rule.Truth(rule.Result(tuple(scaled[:outputs]), scaled[outputs:]), lambda: sizes, truth.keep_saved)
+        return rule.Truth(rule.Result(tuple(exact[:outputs]), exact[outputs:]), lambda: sizes, truth.keep_saved)
 
     @functools.cached_property
     def mask(self) -> Tensor:
