@@ -346,9 +346,7 @@ def own_folder(namespace: str) -> str:
     return "" if namespace == NAMESPACE else "other_namespace/"
 
 
-def write_objects(
-    ninja: Any, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool, precompiled: bool
-) -> list[str]:
+def write_objects(ninja: Any, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool) -> list[str]:
     """Writes to build.ninja how each source is compiled to an object file. Returns the names of the object files."""
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     objects: list[str] = []
@@ -382,8 +380,6 @@ def write_objects(
         return [*alone, *names]
 
     def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
-        if not precompiled:
-            return ""
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
         write_if_new(folder / header, text)
         # -MD also lists headers of torch and of the system. Compilers use outdated precompiled headers without warning.
@@ -456,9 +452,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
         ninja.rule("link", quote(link_command) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 
-        # A compiler cache does not keep files that use a precompiled header.
-        precompiled = not {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}
-        objects = write_objects(ninja, folder, own, levels, info, nvcc is not None, precompiled)
+        objects = write_objects(ninja, folder, own, levels, info, nvcc is not None)
         if link_command != cxx:
             objects.append("old_glibc.c.o")
             ninja.build(["old_glibc.c.o"], "c", ["old_glibc.c"])
