@@ -1,4 +1,4 @@
-"""Draws a results file, as svg and png: percent of copy over width, time over size, a roofline.
+"""Draws a results file, as svg and png: percent of copy over width, and a roofline.
 
 A picture is made for each dtype that has rows for it. Without a FILE the documents' own pictures are drawn again.
 """
@@ -53,10 +53,6 @@ def bytes_of_element(row: results.Row) -> int:
     return 4 if row["dtype"] == "float32" else 2
 
 
-def bytes_of_tensor(row: results.Row) -> int:
-    return row["rows"] * row["cols"] * bytes_of_element(row)
-
-
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
     color, marker = LOOKS[name]
     style = "-" if joined else "none"
@@ -76,25 +72,6 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
 
 
-def bytes_in_words(count: int) -> str:
-    power = min((count.bit_length() - 1) // 10, 3)
-    return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def sizes_panel(axes: Axes, rows: list[results.Row]) -> None:
-    """Draws microseconds over the size of one tensor, with the copy as the limit."""
-    rows = sorted(rows, key=bytes_of_tensor)
-    sizes = list(map(bytes_of_tensor, rows))
-    axes.plot(sizes, [1e6 * row["seconds"]["copy"]["median"] for row in rows], **LIMIT, label="copy")
-    for name in results.names(rows):
-        known = [(x, row["seconds"][name]) for x, row in zip(sizes, rows, strict=True) if name in row["seconds"]]
-        line(axes, name, [(x, 1e6 * seconds["median"]) for x, seconds in known])
-    axes.set(xscale="log", yscale="log")
-    ticks = [2**power for power in range(10, 41, 4) if sizes[0] <= 2**power <= sizes[-1]]
-    axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
-    axes.minorticks_off()
-
-
 def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
     """Draws one row of panels per op, with forward and backward side by side, and one legend."""
     groups = passes_of(rows)
@@ -112,8 +89,7 @@ def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_labe
             if op == ops[-1]:
                 one.set_xlabel(x_label, fontsize=9)
         for one in pair:  # after both panels, because limits that are set do not follow later data
-            if one.get_yscale() == "linear":
-                one.set_ylim(bottom=0)
+            one.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
     figure.supylabel(y_label, fontsize=9)
     legend(figure)
@@ -133,11 +109,6 @@ def widths(rows: list[results.Row], title: str) -> Figure | None:
     large = [row for row in rows if row["sizes"] == "large"]
     chosen = [row for group in passes_of(large).values() if len(group) > 1 for row in group]
     return grid(chosen, widths_panel, title, "width", "percent of copy") if chosen else None
-
-
-def size(rows: list[results.Row], title: str) -> Figure | None:
-    chosen = [row for row in rows if row["sizes"] == "sweep"] or [row for row in rows if row["sizes"] == "small"]
-    return grid(chosen, sizes_panel, title, "size of one tensor", "microseconds") if chosen else None
 
 
 def gigabytes(row: results.Row, name: str) -> float:
@@ -207,7 +178,6 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
 
 PICTURES = {
     "widths": (widths, "percent of copy over width"),
-    "size": (size, "time over size"),
     "roofline": (roofline, "roofline of the ops named below, each at its best width"),
 }
 
@@ -218,10 +188,8 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
     found["rows"] = [row for row in found["rows"] if ops is None or row["op"] in ops]
     about = found["machine"]
     for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
-        rows = results.with_most_threads([row for row in found["rows"] if row["dtype"] == dtype])
+        rows = [row for row in found["rows"] if row["dtype"] == dtype]
         for kind, (draw, what) in PICTURES.items():
-            if draw is size and any("call_seconds" in row for row in rows):
-                what = "time over size, from a call's first kernel on (without the host's part)"
             figure = draw(rows, f"{about['device']}, {dtype}: {what}")
             if figure:
                 yield f"{path.stem}-{kind}-{dtype}", figure

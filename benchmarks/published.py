@@ -15,10 +15,9 @@ LINES = list(csv.DictReader(Path(__file__).with_name("summaries.csv").read_text(
 
 
 def read(stem: str) -> tuple[list[results.Row], str]:
-    """Returns the rows of a results file that timed large tensors with the most threads, and the device's name."""
+    """Returns the rows of a results file that timed large tensors, and the device's name."""
     found = results.read(results.PUBLISHED / f"{stem}.json")
-    rows = results.with_most_threads([row for row in found["rows"] if row["sizes"] == "large"])
-    return rows, found["machine"]["device"]
+    return [row for row in found["rows"] if row["sizes"] == "large"], found["machine"]["device"]
 
 
 def best_peer(row: results.Row) -> list[float]:

@@ -18,7 +18,7 @@ from benchmarks import kernels
 from extension_cpp.command import info
 
 Row = dict[str, Any]
-Key = tuple[str, str, str, int, int, int, str]
+Key = tuple[str, str, str, int, int, str]
 
 # Further figures of a row on a GPU. `seconds` is the time from the first kernel of a call to the end.
 OTHERS = (
@@ -128,16 +128,9 @@ def write(path: Path, found: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def key(row: Row, about: dict[str, Any]) -> Key:
-    """Returns what was measured. Rows with the same key are the same work with the same number of threads."""
-    work = row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]
-    return *work, row.get("threads", about["threads"]), row["sizes"]
-
-
-def with_most_threads(rows: list[Row]) -> list[Row]:
-    """Returns the rows that were timed with the most threads. On a GPU, where a row has no number, these are all."""
-    most = max(row.get("threads", 0) for row in rows)
-    return [row for row in rows if row.get("threads", 0) == most]
+def key(row: Row) -> Key:
+    """Returns what was measured. Rows with the same key are the same work."""
+    return row["op"], row["pass"], row["dtype"], row["rows"], row["cols"], row["sizes"]
 
 
 def names(rows: list[Row]) -> list[str]:
@@ -161,9 +154,9 @@ def continued(
     found = read(path, columns)
     for name, value in about.items():
         there = found["machine"].get(name, value)
-        if name != "threads" and there != value:
+        if there != value:
             sys.exit(
                 f"error: {path} was measured with {name} {there}, and this run has {value}: "
                 "give another file with --json"
             )
-    return {"machine": about | {"threads": found["machine"]["threads"]}, "rows": found["rows"]}
+    return {"machine": about, "rows": found["rows"]}

@@ -119,12 +119,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sizes",
         nargs="+",
-        choices=["large", "small", "sweep"],
+        choices=["large", "small"],
         default=["large"],
-        help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096; "
-        "sweep: 1 KiB, fourfold each, to the first above --mib: 1 GiB (default: large)",
+        help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096 (default: large)",
     )
-    parser.add_argument("--threads", nargs="+", type=positive, help="CPU threads, one run each (default: all)")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes most of the time)")
     parser.add_argument("--plain-malloc", action="store_true", help="CPU: with the page faults of glibc's defaults")
@@ -137,7 +136,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("argument --threads: of the CPU, and the device is cuda")
     if options.plans and options.device == "cpu":
         parser.error("argument --plans: of a GPU's kernels, and the device is cpu")
-    options.threads = options.threads or [torch.get_num_threads()]
+    options.threads = options.threads or torch.get_num_threads()
     return options
 
 
@@ -150,26 +149,20 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
             yield "large", max(largest // cols, 1), cols
     if "small" in options.sizes:
         yield from (("small", rows, cols) for rows, cols in SMALL)
-    if "sweep" in options.sizes:
-        elements = 256 // itemsize
-        while elements <= largest:
-            elements *= 4
-            cols = min(elements, 1024)
-            yield "sweep", elements // cols, cols
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    for threads in options.threads if options.device == "cpu" else [None]:
-        for spec in timed_specs():
-            if spec.name not in dict(options.op) or (options.plans and spec.name not in info.NORMS):
+    threads = options.threads if options.device == "cpu" else None
+    for spec in timed_specs():
+        if spec.name not in dict(options.op) or (options.plans and spec.name not in info.NORMS):
+            continue
+        for dtype in options.dtype:
+            if dtype in MIXED and not spec.float_weights:
                 continue
-            for dtype in options.dtype:
-                if dtype in MIXED and not spec.float_weights:
-                    continue
-                for sizes, rows, cols in shapes(spec, DTYPES[dtype.partition("+")[0]].itemsize, options):
-                    for step in options.passes:
-                        if step == "forward" or spec.bench.backward:
-                            yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
+            for sizes, rows, cols in shapes(spec, DTYPES[dtype.partition("+")[0]].itemsize, options):
+                for step in options.passes:
+                    if step == "forward" or spec.bench.backward:
+                        yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
 
 
 def make_sample(case: Case, device: str, rows: int) -> Sample:
@@ -250,9 +243,6 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
 
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
-    if case.threads is not None:
-        torch.set_num_threads(case.threads)
-        torch._inductor.config.cpp.threads = case.threads  # else code cached for other threads would run
     calls, judge, failed = prepare(case, options, libraries)
     spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
     slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
@@ -323,7 +313,7 @@ def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns the machine with the settings, and the installed peers."""
     libraries = peers.versions(options.device)
     settings = {name: getattr(options, name) for name in ("mib", "plain_malloc", "rounds", "seed")}
-    about = results.about(options.device, libraries, threads=max(options.threads), **settings)
+    about = results.about(options.device, libraries, **settings)
     return about, [name for name, version in libraries.items() if version is not None]
 
 
@@ -331,7 +321,7 @@ def measure_all(
     console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
 ) -> Iterator[results.Row]:
     """Measures the cases `todo`, and yields the new rows. The file is written after each row."""
-    rows = {results.key(row, found["machine"]): row for row in found["rows"]}
+    rows = {results.key(row): row for row in found["rows"]}
     origin = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
@@ -340,7 +330,7 @@ def measure_all(
         for case in todo:
             progress.update(task, description=str(case))
             row = measure(case, options, libraries) | origin(case.spec.name)
-            rows[results.key(row, found["machine"])] = row
+            rows[results.key(row)] = row
             results.write(options.path, found | {"rows": list(rows.values())})
             yield row
             progress.advance(task)
@@ -350,6 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.device == "cpu" and not options.plain_malloc:
         keep_memory()
+    torch.set_num_threads(options.threads)
+    torch._inductor.config.cpp.threads = options.threads  # else code cached for other threads would run
     torch._functorch.config.donated_buffer = False  # allows many backward calls after one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
@@ -358,8 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
     if absent:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")
-    there = {results.key(row, found["machine"]) for row in found["rows"]}
-    todo = [case for case in cases(options) if options.again or results.key(case.head(), about) not in there]
+    there = {results.key(row) for row in found["rows"]}
+    todo = [case for case in cases(options) if options.again or results.key(case.head()) not in there]
     done: list[results.Row] = []
     with contextlib.suppress(KeyboardInterrupt):
         for row in measure_all(console, todo, options, libraries, found):

@@ -43,7 +43,7 @@ def table(path: Path) -> str:
     large = _in_order([row for row in found["rows"] if row["sizes"] == "large"])
     if large:
         lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
-    small = [row for row in found["rows"] if row["sizes"] == "small"]  # sweeps are for pictures
+    small = [row for row in found["rows"] if row["sizes"] == "small"]
     others = [(f", {title}", results.other(small, key)) for key, title in results.OTHERS]
     for title, rows in others if any(rows for _, rows in others) else [("", small)]:
         if rows:
@@ -192,29 +192,27 @@ KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
 
 
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
-    """Sorts by op and dtype in the file's order, then by threads (most first), width, and forward before backward."""
+    """Sorts by op and dtype in the file's order, then by width, and forward before backward."""
     ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
 
     def place(row: results.Row) -> tuple[int, ...]:
         is_backward = row["pass"] != "forward"
-        return ops.index(row["op"]), dtypes.index(row["dtype"]), -row.get("threads", 0), row["cols"], is_backward
+        return ops.index(row["op"]), dtypes.index(row["dtype"]), row["cols"], is_backward
 
     return sorted(rows, key=place)
 
 
 def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
-    """Makes a table. Threads and runs have a column if they differ between rows."""
+    """Makes a table. Runs have a column if they differ between rows."""
     names = results.names(rows)
     body = [cells_of(row, names) for row in rows]
     marks = are_older(rows, "NVIDIA" if "threads" not in rows[0] else "")
     if not all(marks):
         body = [[cells[0] + MARK * mark, *cells[1:]] for cells, mark in zip(body, marks, strict=True)]
-    at = len(head) - 1
-    for column in ("threads", "run"):
-        if len({row[column] for row in rows if column in row}) > 1:
-            head = [*head[:at], column, *head[at:]]
-            body = [[*c[:at], str(row.get(column, "")), *c[at:]] for row, c in zip(rows, body, strict=True)]
-            at += 1
+    if len({row["run"] for row in rows}) > 1:
+        at = len(head) - 1
+        head = [*head[:at], "run", *head[at:]]
+        body = [[*cells[:at], str(row["run"]), *cells[at:]] for row, cells in zip(rows, body, strict=True)]
     return ["", *markdown([*head, *names], body)]
 
 

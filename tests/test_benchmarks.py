@@ -162,23 +162,18 @@ def test_a_file_of_other_settings_is_refused(bench) -> None:
     assert bench.path.read_text() == before
 
 
-def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
-    """The results have separate rows for each number of threads on the CPU, and no number of threads on a GPU."""
+def test_small_sizes(bench, monkeypatch, device) -> None:
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
-    on_cpu = device == "cpu"
-    on_threads = ["--threads", "1", "2"] if on_cpu else []
-    rows = bench("--op", "mish", "--pass", "forward", "--sizes", "small", "sweep", *on_threads)["rows"]
-    shapes = [*run.SMALL, (1, 256), (1, 1024), (4, 1024), (16, 1024), (64, 1024), (256, 1024), (1024, 1024)]
-    for threads in (1, 2) if on_cpu else (None,):
-        assert [(row["rows"], row["cols"]) for row in rows if row.get("threads") == threads] == shapes
+    rows = bench("--op", "mish", "--pass", "forward", "--sizes", "small")["rows"]
+    assert [(row["rows"], row["cols"]) for row in rows] == [*run.SMALL]
     text = table(bench.path)
-    tables = 1 if on_cpu else len(results.OTHERS)
-    assert text.count("Small tensors, microseconds") == tables
-    assert text.count(f"| 128 x 1024 |{' 1 |' if on_cpu else ''}") == tables
+    tables = 1 if device == "cpu" else len(results.OTHERS)
+    assert text.count("Small tensors, microseconds") == text.count("| 128 x 1024 |") == tables
 
 
 def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device) -> None:
-    """Functions are compiled with their row's number of threads, which is a part of Inductor's code and cache key."""
+    """Functions are compiled with their row's number of threads, which is a part of Inductor's code and cache key. A
+    file has the rows of one number of threads."""
     if device == "cuda":
         pytest.skip("threads are the CPU's")
     prepare, seen = run.prepare, []
@@ -188,8 +183,13 @@ def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device)
         return prepare(case, *others)
 
     monkeypatch.setattr(run, "prepare", spy)
-    bench("--op", "mish", "--pass", "forward", "--threads", "1", "2")
+    for threads in ("1", "2"):
+        bench.path.unlink(missing_ok=True)
+        found = bench("--op", "mish", "--pass", "forward", "--threads", threads)
+        assert found["machine"]["threads"] == found["rows"][0]["threads"] == int(threads)
     assert seen == [(1, 1, 1), (2, 2, 2)]
+    with pytest.raises(SystemExit, match="was measured with threads 2, and this run has 1: give another file"):
+        bench("--op", "mish", "--pass", "forward", "--threads", "1")
 
 
 def test_widths_of_one_op(bench) -> None:
@@ -208,9 +208,10 @@ def test_a_slow_contender_is_timed_once(bench, monkeypatch) -> None:
     assert {name for name, time in row["seconds"].items() if time["low"] == time["high"]} == {"ours", "eager"}
 
 
-def test_a_large_tensor_and_one_of_a_sweep_are_two(bench) -> None:
-    rows = bench("--op", "relu", "--pass", "forward", "--width", "1024", "--sizes", "large", "sweep")["rows"]
-    assert [row["sizes"] for row in rows if (row["rows"], row["cols"]) == (256, 1024)] == ["large", "sweep"]
+def test_a_large_tensor_and_a_small_one_are_two(bench, monkeypatch) -> None:
+    monkeypatch.setattr(run, "SMALL", ((256, 1024),))
+    rows = bench("--op", "relu", "--pass", "forward", "--width", "1024", "--sizes", "large", "small")["rows"]
+    assert [(row["sizes"], row["rows"], row["cols"]) for row in rows] == [("large", 256, 1024), ("small", 256, 1024)]
 
 
 def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
@@ -398,16 +399,14 @@ def test_host_of_ops(tmp_path, device, monkeypatch, capsys) -> None:
 
 
 def made_up() -> dict:
-    """Returns invented results: "large" ones of two widths, one also on one thread, and "sweep" ones of 3 heights."""
+    """Returns invented results: "large" ones of two widths, and a "small" one."""
     rows = []
-    shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
-    shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
-    for sizes, height, width, threads in shapes:
+    for sizes, height, width in (("large", 1024, 768), ("large", 1024, 1025), ("small", 32, 512)):
         for step in ("forward", "backward"):
             row = {"op": "rms_norm", "pass": step, "dtype": "float32", "rows": height, "cols": width}
             seconds = {name: {"low": 0.9e-6, "median": 1e-6, "high": 2e-6} for name in ("copy", "ours", "liger")}
             row |= {"run": 1, "commit": "123456789abc", "of": ["rms_norm"], "kernel": None}
-            row |= {"threads": threads, "sizes": sizes, "copy_gb_s": 10.0, "seconds": seconds}
+            row |= {"threads": 2, "sizes": sizes, "copy_gb_s": 10.0, "seconds": seconds}
             rows.append(row | {"percent_of_copy": {"ours": 90.0, "liger": 80.0}, "failed": {"quack": "wrong <&>"}})
     flat = rows[0] | {"op": "mish"}
     about = {"device": "A <machine>", "threads": 2, "torch": "2", "mib": 1, "versions": {"apex": None}}
@@ -418,7 +417,7 @@ def test_pictures(tmp_path, capsys) -> None:
     path = tmp_path / "made.json"
     results.write(path, made_up())
     assert command.main(["plot", str(path), "--out", str(tmp_path / "plots")]) == 0
-    for kind in ("widths", "size", "roofline"):
+    for kind in ("widths", "roofline"):
         stem = tmp_path / "plots" / f"made-{kind}-float32"
         text = stem.with_suffix(".svg").read_text()
         for word in ("A &lt;machine&gt;, float32", "ours", "liger", "copy", "rms_norm"):
@@ -427,7 +426,7 @@ def test_pictures(tmp_path, capsys) -> None:
     shown = ["roofline of the ops named below, each at its best width", "bandwidth of copy", "rms_norm backward"]
     shown += ["billions of arithmetic operations a second", "operations for each byte that the op must move"]
     assert [words for words in shown if words not in text] == []
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 2
     first, second = ([plot.svg(figure) for _, figure in plot.pictures(path)] for _ in range(2))
     assert first == second
     assert [name for name, _ in plot.pictures(path, ["mish"])] == ["made-roofline-float32"]
