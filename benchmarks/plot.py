@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "docs/norms-cpu.svg": ("benchmarks/results/cpu.json", ("layer_norm", "rms_norm"), "cpu-widths-bfloat16"),
     "docs/roofline-h200.svg": ("benchmarks/results/h200-norms.json", None, "h200-norms-roofline-bfloat16"),
 }
-Panel = Callable[[Axes, list[results.Row]], None]
 
 
 def passes_of(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row]]:
@@ -72,10 +71,13 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
 
 
-def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
-    """Draws one row of panels per op, with forward and backward side by side, and one legend."""
-    groups = passes_of(rows)
+def widths(rows: list[results.Row], title: str) -> Figure | None:
+    """Draws a row of panels for each op that has several widths, with forward and backward side by side."""
+    large = passes_of([row for row in rows if row["sizes"] == "large"])
+    groups = {step: group for step, group in large.items() if len(group) > 1}
     ops = list(dict.fromkeys(op for op, _ in groups))
+    if not ops:
+        return None
     figure = Figure(figsize=(8, 1 + 1.9 * len(ops)), layout="constrained")
     axes = figure.subplots(len(ops), 2, squeeze=False, sharey="row")
     for op, pair in zip(ops, axes, strict=True):
@@ -83,15 +85,15 @@ def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_labe
             if (op, step) not in groups:
                 one.remove()
                 continue
-            panel(one, groups[op, step])
+            widths_panel(one, groups[op, step])
             one.set_title(f"{op} {step}", fontsize=9)
             one.grid(alpha=0.3)
             if op == ops[-1]:
-                one.set_xlabel(x_label, fontsize=9)
+                one.set_xlabel("width", fontsize=9)
         for one in pair:  # after both panels, because limits that are set do not follow later data
             one.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
-    figure.supylabel(y_label, fontsize=9)
+    figure.supylabel("percent of copy", fontsize=9)
     legend(figure)
     return figure
 
@@ -103,12 +105,6 @@ def legend(figure: Figure) -> None:
         for handle, label in zip(handles, labels, strict=True):
             found.setdefault(label, handle)
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=len(found), fontsize=9)
-
-
-def widths(rows: list[results.Row], title: str) -> Figure | None:
-    large = [row for row in rows if row["sizes"] == "large"]
-    chosen = [row for group in passes_of(large).values() if len(group) > 1 for row in group]
-    return grid(chosen, widths_panel, title, "width", "percent of copy") if chosen else None
 
 
 def gigabytes(row: results.Row, name: str) -> float:
