@@ -53,7 +53,7 @@ def bytes_of_element(row: results.Row) -> int:
 
 
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
-    color, marker = LOOKS[name]
+    color, marker = LOOKS.get(name, ("#56B4E9", "P"))  # a peer of a few ops
     style = "-" if joined else "none"
     x, y = ([point[i] for point in points] for i in (0, 1))
     axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)

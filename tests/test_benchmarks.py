@@ -463,7 +463,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
 
 def test_points_lie_inside_their_axes() -> None:
     """The plots of forward and backward have the same axis limits, and all points of both plots lie within them."""
-    for name in ("h200-norms", "h200", "cpu"):
+    for name in ("h200-norms", "h200", "h200-scans", "cpu"):
         for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
             for axes in (each for each in figure.axes if each.lines):
                 low, high = axes.get_ylim()
