@@ -101,15 +101,14 @@ def models(rows: list[results.Row], time: Figure = median) -> Table:
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
     body = []
     for row in rows:
-        peak, host = row.get("peak_bytes", math.nan), row.get("host_seconds")
+        peak = row.get("peak_bytes", math.nan)
         cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], time(row["seconds"])]
-        cells += [number(1e3 * row.get("kernel_seconds", math.nan), 1), time(host) if host else ""]
-        cells += [number(peak / 1e9, 1)]
+        cells += [number(1e3 * row.get("kernel_seconds", math.nan), 1), number(peak / 1e9, 1)]
         if beside := stock.get((row["model"], row["run"])):
             ratio = row["seconds"]["median"] / beside["seconds"]["median"]
             cells += [f"{ratio:.2f}", number(peak / beside.get("peak_bytes", math.nan), 2)]
-        body.append(cells + [""] * (8 - len(cells)))
-    heads = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"]
+        body.append(cells + [""] * (7 - len(cells)))
+    heads = ["model", "", "ms a step", "ms of kernels", "GB at the peak", "time", "memory"]
     used = [i for i in range(len(heads)) if i < 2 or any(cells[i] for cells in body)]
     return [heads[i] for i in used], [[cells[i] for i in used] for cells in body]
 
