@@ -44,16 +44,6 @@ def about(device: str, libraries: dict[str, str | None] | None = None, **setting
     return machine(device) | settings | {"versions": versions() | (libraries or {})}
 
 
-def in_words(found: dict[str, Any]) -> str:
-    """Returns the machine, the settings and the commits of a file in one line."""
-    about = found["machine"]
-    facts = [about["device"], f"{about['threads']} CPU threads"]
-    facts += [f"{name} {about[name]}" for name in ("torch", "python", "rounds") if about.get(name)]
-    libraries = about.get("versions", {}).items()
-    facts += [f"{name} {version or 'absent'}" for name, version in libraries]
-    return ", ".join(facts + [f"commit {each}" for each in dict.fromkeys(row["commit"] for row in found["rows"])])
-
-
 def commit() -> str | None:
     """Returns the commit of the source tree, with -dirty if tracked files other than figures and documents have changed
     since, or None if git does not know it."""

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks import norm_plans, peers, results
 from benchmarks.judging import Judge
-from benchmarks.table import cell
+from benchmarks.table import cell, heading
 from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
 from extension_cpp.__main__ import positive
 from extension_cpp.command import info
@@ -274,7 +274,8 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
     """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
-    console.print(results.in_words(found | {"rows": rows}), highlight=False)
+    if rows:
+        console.print(heading(found | {"rows": rows}), highlight=False)
     large = [row for row in rows if row["sizes"] == "large"]
     others = [row for row in rows if row["sizes"] != "large"]
     show_group(console, "percent of the bandwidth of a copy", large, percents=True)
