@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks import norm_plans, peers, results
 from benchmarks.judging import Judge
-from benchmarks.table import cell, heading
+from benchmarks.table import cell, heading, median
 from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
 from extension_cpp.__main__ import positive
 from extension_cpp.command import info
@@ -297,17 +297,12 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
             table.add_column(head, justify="right", no_wrap=True)
         for row in rows:
             if (row["op"], row["dtype"]) == (op, dtype):
-                times = {name: cell(row, name, microseconds(row, name)) for name in ("copy", *names)}
+                times = {name: median(seconds, scale=1e6) for name, seconds in row["seconds"].items()}
+                times = {name: cell(row, name, times.get(name, "")) for name in ("copy", *names)}
                 shares = [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
                 cells = [f"{row['copy_gb_s']:.0f}", times["ours"], *shares] if percents else times.values()
                 table.add_row(row["pass"], f"{row['rows']} x {row['cols']}", *cells)
         console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
-
-
-def microseconds(row: results.Row, name: str) -> str:
-    """Returns a contender's median. The results file also has the range from 10 to 90 %."""
-    median = 1e6 * row["seconds"].get(name, {"median": 0.0})["median"]
-    return f"{median:.{0 if median >= 100 else 1}f}"
 
 
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
