@@ -30,18 +30,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "benchmarks" / "results"
 
 
-def machine(device: str) -> dict[str, Any]:
-    return {
+def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
+    """Returns the machine, the settings of a run, and the versions of what it compares."""
+    try:
+        from triton import __version__ as compiler
+    except ImportError:
+        compiler = None
+    ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of the same version
+    versions = {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda} | (libraries or {})
+    machine = {
         "device": torch.cuda.get_device_name() if device == "cuda" else info.cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
-    """Returns the machine, the settings of a run, and the versions of what it compares."""
-    return machine(device) | settings | {"versions": versions() | (libraries or {})}
+    return machine | settings | {"versions": versions}
 
 
 def commit() -> str | None:
@@ -80,17 +83,6 @@ def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
         return {"run": number, "commit": known, "of": list(ops), "kernel": kernel}
 
     return of
-
-
-def versions() -> dict[str, str | None]:
-    try:
-        import triton
-
-        compiler = triton.__version__
-    except ImportError:
-        compiler = None
-    ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of the same version
-    return {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda}
 
 
 def read(path: Path, columns: Iterable[str] = ("op", "pass", "percent_of_copy")) -> dict[str, Any]:
