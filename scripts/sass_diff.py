@@ -2,7 +2,7 @@
 
 Compares two builds of the library, one from before the change and one from after it:
 
-    python -m scripts.sass_diff BEFORE.so AFTER.so --match norm --rename norm_cuda=norm
+    python -m scripts.sass_diff BEFORE.so AFTER.so --rename norm_cuda=norm
 
 Kernels are compared by the text of their instructions. Addresses, hexadecimal encodings and function names are left
 out. Kernels are paired by their demangled names, after --rename was applied to the names of BEFORE. Kernels whose names
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scripts.kernel_resources import cuobjdump, short_names
 
@@ -122,18 +122,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("before", type=Path, metavar="BEFORE.so")
     parser.add_argument("after", type=Path, metavar="AFTER.so")
     parser.add_argument("--arch", default="sm_90", help="default: sm_90")
-    parser.add_argument("--match", default="", metavar="WORD", help="only kernels with this word in a name of theirs")
-    words: dict[str, Any] = {"type": renaming, "nargs": "+", "action": "extend", "default": [], "metavar": "OLD=NEW"}
-    parser.add_argument("--rename", **words, help="whole words of names")
+    parser.add_argument(
+        "--rename",
+        type=renaming,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="OLD=NEW",
+        help="whole words of names",
+    )
     options = parser.parse_args(arguments)
     for library in (options.before, options.after):
         if not library.is_file():
             parser.error(f"{library}: no such file")
     before = rename(disassemble(options.before, options.arch), options.rename)
     pairs = compare(before, disassemble(options.after, options.arch))
-    pairs = [pair for pair in pairs if options.match in pair.name]
-    if not pairs:
-        sys.exit(f"error: no kernel for {options.arch} has '{options.match}' in its name.")
     print(table(pairs))
     return 0 if all(pair.state in ("identical", "renamed") for pair in pairs) else 1
 
