@@ -20,26 +20,21 @@ def read(stem: str) -> tuple[list[results.Row], str]:
     return [row for row in found["rows"] if row["sizes"] == "large"], found["machine"]["device"]
 
 
-def best_peer(row: results.Row) -> list[float]:
-    """Returns a list with the percent of copy of the best peer, or an empty one if each peer is wrong or raised."""
-    return sorted(percent for name, percent in row["percent_of_copy"].items() if name != "ours")[-1:]
-
-
-def ours(row: results.Row) -> list[float]:
-    return [row["percent_of_copy"]["ours"]] if "ours" in row["percent_of_copy"] else []
-
-
 def span(values: list[float]) -> str:
     words = [f"{value:.0f}" for value in (min(values), max(values))] if values else ["-"]
     return " to ".join(dict.fromkeys(words))
 
 
-def cell(rows: list[results.Row], step: str, figure: Callable[[results.Row], list[float]]) -> str:
-    """Returns a cell with the figures in float32 and in bfloat16."""
-    same = [row for row in rows if row["pass"] == step]
-    dtypes = ("float32", "bfloat16")
-    kinds = [[percent for row in same if row["dtype"] == dtype for percent in figure(row)] for dtype in dtypes]
-    return " / ".join(map(span, kinds)) if same else "-"
+def cells(rows: list[results.Row], step: str) -> list[str]:
+    """Returns the cells of our figures and of the best peers', each in float32 and in bfloat16. A contender that is
+    wrong or raised has no figure."""
+    same, ours, best = [row for row in rows if row["pass"] == step], [], []
+    for dtype in ("float32", "bfloat16"):
+        percents = [row["percent_of_copy"] for row in same if row["dtype"] == dtype]
+        peers = [[percent for name, percent in each.items() if name != "ours"] for each in percents]
+        ours.append(span([each["ours"] for each in percents if "ours" in each]))
+        best.append(span([max(each) for each in peers if each]))
+    return [" / ".join(each) if same else "-" for each in (ours, best)]
 
 
 def sourced(lines: list[str], *sources: str) -> str:
@@ -55,23 +50,21 @@ def summary(name: str) -> str:
     """Returns a summary table of docs/performance.md, with percent of copy of our ops and of the best peers."""
     lines = [line for line in LINES if line["table"] == name]
     rows, device = read(lines[0]["file"])
-    widths = [list(map(int, line["widths"].split())) for line in lines]
     chosen = [
-        [row for row in rows if row["op"] == line["op"] and row["cols"] in some]
-        for line, some in zip(lines, widths, strict=True)
+        [row for row in rows if row["op"] == line["op"] and str(row["cols"]) in line["widths"].split()]
+        for line in lines
     ]
     every = [row for each in chosen for row in each]
-    all_older = all(are_older(every, device))
-    one_run = len({row["run"] for row in every}) == 1
-    body = []
+    all_older, body = all(are_older(every, device)), []
     for line, each in zip(lines, chosen, strict=True):
         mark = MARK if not all_older and any(are_older(each, device)) else ""
-        cells = [line["name"] + mark, line["columns"], line["goal"]]
-        for step in ("forward", "backward"):
-            cells += [cell(each, step, ours), cell(each, step, best_peer)]
-        body.append(cells + ([] if one_run else [", ".join(map(str, sorted({row["run"] for row in each})))]))
-    head = ["op", "columns", "goal", "forward", "best peer", "backward", "best peer"]
-    return sourced(markdown(head + ([] if one_run else ["run"]), body), source(lines[0]["file"], every, device))
+        figures = [*cells(each, "forward"), *cells(each, "backward")]
+        numbers = ", ".join(map(str, sorted({row["run"] for row in each})))
+        body.append([line["name"] + mark, line["columns"], line["goal"], *figures, numbers])
+    head = ["op", "columns", "goal", "forward", "best peer", "backward", "best peer", "run"]
+    if len({row["run"] for row in every}) == 1:
+        head, *body = (each[:-1] for each in (head, *body))
+    return sourced(markdown(head, body), source(lines[0]["file"], every, device))
 
 
 # The ops of the README's table at 4096 columns in bfloat16, and the files that have them.
