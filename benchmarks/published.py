@@ -74,22 +74,19 @@ OVERVIEW_FILES = ("h200-norms", "h200", "h200-gates", "h200-losses")
 
 def overview() -> str:
     """Returns a table of percent of copy in bfloat16, for each op ours and the best peer's, with the higher in bold."""
-    lines, said = {}, []
+    lines, said = dict[tuple[str, str], str](), []
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)
         rows = [row for row in rows if (row["dtype"], row["cols"]) == ("bfloat16", 4096) and row["op"] in OVERVIEW]
         said.append(source(stem, rows, device))
-        for op in {row["op"] for row in rows}:
-            lines[op] = [f"`{op}`", *(ours_and_best(rows, op, step) for step in ("forward", "backward"))]
-    body = [lines[op] for op in OVERVIEW]
+        lines |= {(row["op"], row["pass"]): ours_and_best(row["percent_of_copy"]) for row in rows}
+    body = [[f"`{op}`", lines[op, "forward"], lines[op, "backward"]] for op in OVERVIEW]
     return sourced(markdown(["", f"{device}, forward", "backward"], body), *said)
 
 
-def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
-    (row,) = (row for row in rows if (row["op"], row["pass"]) == (op, step))
-    peers = {name: percent for name, percent in row["percent_of_copy"].items() if name != "ours"}
-    best = max(peers, key=lambda name: peers[name])
-    figures = [f"{row['percent_of_copy']['ours']:.0f}", f"{peers[best]:.0f}"]
+def ours_and_best(percents: dict[str, float]) -> str:
+    best = max((name for name in percents if name != "ours"), key=lambda name: percents[name])
+    figures = [f"{percents[name]:.0f}" for name in ("ours", best)]
     ours, other = (f"**{each}**" if int(each) == max(map(int, figures)) else each for each in figures)
     return f"{ours}, {best} {other}"
 
@@ -132,15 +129,15 @@ def host_ratios() -> str:
     return sourced(markdown(head, body), *said)
 
 
-def curves(stem: str, beside: str) -> str:
-    """Makes a table of loss curves: each distance from the curve `beside`, and the milliseconds of a step if known."""
+def curves(stem: str) -> str:
+    """Makes a table of loss curves: each distance from torch's, and the milliseconds of a step if known."""
     with (results.PUBLISHED / f"{stem}.csv").open() as file:
         columns = {name: [value for value in values if value] for name, *values in csv.reader(file)}
     body = []
     for name in (name for name in columns if "_" not in name and name != "step"):
-        losses, others = (list(map(float, columns[each])) for each in (name, beside))
+        losses, others = (list(map(float, columns[each])) for each in (name, "torch"))
         apart = [abs(a - b) for a, b in zip(losses, others, strict=True)]
-        distances = ["", ""] if name == beside else [f"{max(apart):.2g}", f"{statistics.mean(apart):.2g}"]
+        distances = ["", ""] if name == "torch" else [f"{max(apart):.2g}", f"{statistics.mean(apart):.2g}"]
         cells = [name, *distances, f"{losses[-1]:.4f}"]
         if validation := columns.get(f"validation_{name}"):
             cells.append(f"{float(validation[-1]):.4f}")
@@ -190,6 +187,6 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "training", partial(training, "llama-3.2-1b")),
     *(("docs/performance.md", name, partial(summary, name)) for name in dict.fromkeys(line["table"] for line in LINES)),
     ("docs/performance.md", "a call", host_ratios),
-    *(("docs/performance_training.md", stem, partial(curves, stem, "torch")) for stem in CURVES),
+    *(("docs/performance_training.md", stem, partial(curves, stem)) for stem in CURVES),
     *((page, stem, partial(whole, stem)) for page, stems in WHOLE.items() for stem in stems),
 ]
