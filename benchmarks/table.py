@@ -1,6 +1,5 @@
 """Prints the markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -90,35 +89,34 @@ def spread(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
     return f"{median(seconds, scale, digits)} ({low} to {high})"
 
 
-def number(value: float, digits: int) -> str:
-    """Returns the number as text, or "" for NaN, which means that it was not measured on this device."""
-    return "" if math.isnan(value) else f"{value:.{digits}f}"
-
-
 def models(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes the table of whole models, with ratios to the stock model under torch.compile of the same run. A figure
     that no row has gets no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
-    body = []
+    heads, body = ["model", "", "ms a step", "ms of kernels", "GB at the peak", "time", "memory"], []
     for row in rows:
-        peak = row.get("peak_bytes", math.nan)
-        cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], time(row["seconds"])]
-        cells += [number(1e3 * row.get("kernel_seconds", math.nan), 1), number(peak / 1e9, 1)]
-        if beside := stock.get((row["model"], row["run"])):
-            ratio = row["seconds"]["median"] / beside["seconds"]["median"]
-            cells += [f"{ratio:.2f}", number(peak / beside.get("peak_bytes", math.nan), 2)]
-        body.append(cells + [""] * (7 - len(cells)))
-    heads = ["model", "", "ms a step", "ms of kernels", "GB at the peak", "time", "memory"]
-    used = [i for i in range(len(heads)) if i < 2 or any(cells[i] for cells in body)]
-    return [heads[i] for i in used], [[cells[i] for i in used] for cells in body]
+        beside, has_peak = stock.get((row["model"], row["run"])), "peak_bytes" in row
+        cells = {"model": f"{row['model']}, {row['batch']} x {row['tokens']}", "": row["way"]}
+        cells["ms a step"] = time(row["seconds"])
+        if "kernel_seconds" in row:
+            cells["ms of kernels"] = f"{1e3 * row['kernel_seconds']:.1f}"
+        if has_peak:
+            cells["GB at the peak"] = f"{row['peak_bytes'] / 1e9:.1f}"
+        if beside:
+            cells["time"] = f"{row['seconds']['median'] / beside['seconds']['median']:.2f}"
+        if beside and has_peak:
+            cells["memory"] = f"{row['peak_bytes'] / beside['peak_bytes']:.2f}"
+        body.append(cells)
+    heads = [head for head in heads if any(head in cells for cells in body)]
+    return heads, [[cells.get(head, "") for head in heads] for cells in body]
 
 
 def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
     (products,) = (row["seconds"]["median"] for row in rows if row["way"] == "products")
     body = []
     for row in rows:
-        ratio, extra = row["seconds"]["median"] / products, row.get("extra_bytes", math.nan)  # only measured on a GPU
-        body.append([row["way"], time(row["seconds"]), f"{ratio:.2f}", number(extra / 1e9, 2)])
+        extra = f"{row['extra_bytes'] / 1e9:.2f}" if "extra_bytes" in row else ""  # only measured on a GPU
+        body.append([row["way"], time(row["seconds"]), f"{row['seconds']['median'] / products:.2f}", extra])
     return ["", "ms", "beside the products", "GB beyond inputs and gradients"], body
 
 
