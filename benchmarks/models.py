@@ -9,7 +9,11 @@ A step is forward, backward and AdamW (fused), in bfloat16 with random weights a
 model's own configuration. Gradients are set to None between steps. All contenders take turns, both eager and compiled
 ones. They share one set of weights and optimizer state, so that they fit on one GPU. The peak memory of a step includes
 this set. Before the first step every contender's gradients are compared with those of the stock model in float32
-(gradients.py), without dropout. On a GPU a row also has the time of the step's kernels alone, as the profiler sums it.
+(gradients.py), without dropout. An existing --json file gets the models that it lacks.
+
+On a GPU a row also has the time of the step's kernels alone, as the profiler sums it. With --host it has the host's
+time of a step, measured on a model with as many layers, each so small that the device hardly counts. A step takes at
+least the longer of the two times.
 """
 
 import contextlib
@@ -34,7 +38,7 @@ from torch.profiler import ProfilerActivity
 import extension_cpp
 from benchmarks import gradients, results, table
 from benchmarks.table import finish
-from benchmarks.timing import BenchmarkParser, take_turns
+from benchmarks.timing import BenchmarkParser, Time, take_turns
 
 SEED = 0  # for weights and inputs
 PROFILED = 5  # steps
@@ -62,16 +66,27 @@ SHAPES = {
     "llama-3.2-1b": Shape("LlamaForCausalLM", LLAMA, 4, 2048),
     "gpt2-medium": Shape("GPT2LMHeadModel", GPT2, 16, 1024),
 }
-SMALL_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL_LLAMA |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
-SMALL_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}
-SMALL = {
-    "llama-3.2-1b": Shape("LlamaForCausalLM", LLAMA | SMALL_LLAMA, 2, 32),
-    "gpt2-medium": Shape("GPT2LMHeadModel", GPT2 | SMALL_GPT2, 2, 32),
+# Models with the same layers but few columns and a smaller vocabulary.
+NARROW_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW = {
+    "llama-3.2-1b": NARROW_LLAMA | {"head_dim": 16, "vocab_size": 300},
+    "gpt2-medium": {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300},
 }
+
+
+def narrow(name: str, batch: int, tokens: int, **layers: int) -> Shape:
+    """Returns the Shape of a model with few columns and few tokens."""
+    shape = SHAPES[name]
+    config = shape.config | NARROW[name] | {key: count for key, count in layers.items() if key in shape.config}
+    return Shape(shape.model, config, batch, tokens)
+
+
+SMALL = {name: narrow(name, 2, 32, num_hidden_layers=2, n_layer=2) for name in SHAPES}
+OF_HOST = {name: narrow(name, 1, 8) for name in SHAPES}
 
 WAYS = ("stock", "converted", "linear loss", "liger")
 MODES = ("", " compiled", " compiled, no mask")
+COLUMNS = ("model", "way", "seconds")
 CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
 
@@ -242,10 +257,19 @@ def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tup
     return figures, changed
 
 
+@torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
+def host_seconds(shape: Shape, device: str, names: Sequence[str], rounds: int) -> dict[str, Time]:
+    """Returns the time of a step by contender, on the host's clock, which waits for no kernel."""
+    torch.compiler.reset()
+    contenders, _ = contenders_of(*make(shape, device), names)
+    return take_turns({name: each.step for name, each in contenders.items()}, "cpu", rounds)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = BenchmarkParser("benchmarks.models", __doc__, "out/models-DEVICE.json", 20, "steps")
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES), help="(default: all)")
     parser.add_argument("--small", action="store_true", help="models of a few thousand parameters, to try it out")
+    parser.add_argument("--host", action="store_true", help="the host's time of a step, too")
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="(default: all)")
     options = parser.parse(arguments)
     transformers.logging.set_verbosity_error()
@@ -256,15 +280,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=SEED,
         optimizer="AdamW, fused",
     )
-    found: dict[str, Any] = {"machine": about, "rows": []}
-    origin_of = results.run(options.device)
+    found = results.continued(options.path, about, COLUMNS, options.is_new)
+    origin_of = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
         figures, changed = measure(shape, options.device, options.contender, options.rounds)
+        if options.host:
+            for way, time in host_seconds(OF_HOST[name], options.device, list(figures), options.rounds).items():
+                figures[way]["host_seconds"] = time
         head = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "converted_modules": len(changed)}
         functions = {words.split()[0] for words in changed.values()}  # without their options
         origin = origin_of(*sorted(functions | {"linear_cross_entropy"}))
-        found["rows"] += [head | {"way": way} | origin | each for way, each in figures.items()]
+        others = [row for row in found["rows"] if row["model"] != name]
+        found["rows"] = [*others, *(head | {"way": way} | origin | each for way, each in figures.items())]
         results.write(options.path, found)  # keeps these figures if the next model fails
         gc.collect()
         if options.device == "cuda":

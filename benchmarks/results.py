@@ -126,12 +126,14 @@ def other(rows: list[Row], key: str) -> list[Row]:
     return [row | {"seconds": row[key]} for row in rows if key in row]
 
 
-def continued(path: Path, about: dict[str, Any], anew: bool) -> dict[str, Any]:
+def continued(
+    path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass"), anew: bool = False
+) -> dict[str, Any]:
     """Returns the results in the file, with this run's description. Ends the program if the file is from another
     machine or has other settings. With `anew`, or if there is no file, the results are empty."""
     if anew or not path.exists():
         return {"machine": about, "rows": []}
-    found = read(path)
+    found = read(path, columns)
     for name, value in about.items():
         there = found["machine"].get(name, value)
         if there != value:

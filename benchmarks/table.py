@@ -93,13 +93,15 @@ def models(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes the table of whole models, with ratios to the stock model under torch.compile of the same run. A figure
     that no row has gets no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
-    heads, body = ["model", "", "ms a step", "ms of kernels", "GB at the peak", "time", "memory"], []
+    heads, body = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"], []
     for row in rows:
         beside, has_peak = stock.get((row["model"], row["run"])), "peak_bytes" in row
         cells = {"model": f"{row['model']}, {row['batch']} x {row['tokens']}", "": row["way"]}
         cells["ms a step"] = time(row["seconds"])
         if "kernel_seconds" in row:
             cells["ms of kernels"] = f"{1e3 * row['kernel_seconds']:.1f}"
+        if "host_seconds" in row:
+            cells["ms of the host"] = time(row["host_seconds"])
         if has_peak:
             cells["GB at the peak"] = f"{row['peak_bytes'] / 1e9:.1f}"
         if beside:

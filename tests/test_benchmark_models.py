@@ -18,7 +18,7 @@ CONVERTED = ("stock", "converted", "linear loss")
 
 def test_figures_of_small_models(tmp_path: Path, device: str, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "figures" / "models.json"
-    options = ["--small", "--rounds", "9", "--json", str(path), "--contender", *CONVERTED]
+    options = ["--small", "--host", "--rounds", "9", "--json", str(path), "--contender", *CONVERTED]
     models.main(["--device", device, *options])
     found = json.loads(path.read_text())
     assert {"device", "torch", "versions", "python", "rounds", "seed"} <= found["machine"].keys()
@@ -26,11 +26,22 @@ def test_figures_of_small_models(tmp_path: Path, device: str, capsys: pytest.Cap
     assert measured == [(model, way) for model in models.SHAPES for way in CONVERTED]
     for row in found["rows"]:
         assert row["converted_modules"] >= 10 and 0 < row["gradient_error"] < 0.05
-        assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
+        for time in (row["seconds"], row["host_seconds"]):
+            assert 0 < time["low"] <= time["median"] <= time["high"]
         assert device == "cpu" or row["peak_bytes"] > 0 < row["kernel_seconds"]
     printed = capsys.readouterr().out.replace("\n", "")
-    assert f"The figures are in {path}." in printed
+    assert f"The figures are in {path}." in printed and "ms of the host" in printed
     assert ("ms of kernels" in printed) == (device == "cuda")
+
+
+@pytest.mark.parametrize("name", models.SHAPES)
+def test_the_model_of_the_host_has_all_layers(name: str) -> None:
+    config, whole = models.OF_HOST[name].config, models.SHAPES[name].config
+    layers = "n_layer" if "n_layer" in whole else "num_hidden_layers"
+    assert config[layers] == whole[layers] > models.SMALL[name].config[layers] == 2
+    stock, inputs = models.make(models.OF_HOST[name], "cpu")
+    assert max(parameter.numel() for parameter in stock.parameters()) < 1e5
+    assert max(each.numel() for each in inputs.values()) <= 8
 
 
 @pytest.mark.parametrize("name", models.SHAPES)
