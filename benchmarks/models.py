@@ -6,10 +6,11 @@ liger_kernel can be imported and supports the model. Each contender also runs un
 need. In eager mode transformers makes no mask.
 
 A step is forward, backward and AdamW (fused), in bfloat16 with random weights and inputs, with the dropout of the
-model's own configuration. Gradients are set to None between steps. All contenders take turns, both eager and compiled
-ones. They share one set of weights and optimizer state, so that they fit on one GPU. The peak memory of a step includes
-this set. Before the first step every contender's gradients are compared with those of the stock model in float32
-(gradients.py), without dropout. An existing --json file gets the models that it lacks.
+model's own configuration. bert-large predicts all its tokens, and vit-large classifies images. Gradients are set to
+None between steps. All contenders take turns, both eager and compiled ones. They share one set of weights and optimizer
+state, so that they fit on one GPU. The peak memory of a step includes this set. Before the first step every contender's
+gradients are compared with those of the stock model in float32 (gradients.py), without dropout. An existing --json file
+gets the models that it lacks.
 
 On a GPU a row also has the time of the step's kernels alone, as the profiler sums it. With --host it has the host's
 time of a step, measured on a model with as many layers, each so small that the device hardly counts. A step takes at
@@ -49,7 +50,7 @@ class Shape:
     model: str  # the name of its class in transformers
     config: dict[str, Any]
     batch: int
-    tokens: int  # the length of each sequence
+    tokens: int  # the length of each sequence; for an image, the number of its patches and the class token
 
 
 LLAMA: dict[str, Any] = {
@@ -61,24 +62,31 @@ LLAMA: dict[str, Any] = {
 LLAMA |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}
 LLAMA |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
 GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024}
+ENCODER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+BERT = ENCODER | {"vocab_size": 30522, "max_position_embeddings": 512}
+VIT = ENCODER | {"image_size": 224, "patch_size": 16, "num_labels": 1000}
 
 SHAPES = {
     "llama-3.2-1b": Shape("LlamaForCausalLM", LLAMA, 4, 2048),
     "gpt2-medium": Shape("GPT2LMHeadModel", GPT2, 16, 1024),
+    "bert-large": Shape("BertForMaskedLM", BERT, 32, 512),
+    "vit-large": Shape("ViTForImageClassification", VIT, 64, 197),
 }
-# Models with the same layers but few columns and a smaller vocabulary.
-NARROW_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Models with the same layers but few columns, and a smaller vocabulary or image.
+NARROW_ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 NARROW = {
-    "llama-3.2-1b": NARROW_LLAMA | {"head_dim": 16, "vocab_size": 300},
+    "llama-3.2-1b": NARROW_ENCODER | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
     "gpt2-medium": {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300},
+    "bert-large": NARROW_ENCODER | {"vocab_size": 300},
+    "vit-large": NARROW_ENCODER | {"image_size": 32, "num_labels": 10},
 }
 
 
 def narrow(name: str, batch: int, tokens: int, **layers: int) -> Shape:
-    """Returns the Shape of a model with few columns and few tokens."""
+    """Returns the Shape of a model with few columns and few tokens. A model of images always has five tokens."""
     shape = SHAPES[name]
     config = shape.config | NARROW[name] | {key: count for key, count in layers.items() if key in shape.config}
-    return Shape(shape.model, config, batch, tokens)
+    return Shape(shape.model, config, batch, 5 if "image_size" in config else tokens)
 
 
 SMALL = {name: narrow(name, 2, 32, num_hidden_layers=2, n_layer=2) for name in SHAPES}
@@ -87,6 +95,7 @@ OF_HOST = {name: narrow(name, 1, 8) for name in SHAPES}
 WAYS = ("stock", "converted", "linear loss", "liger")
 MODES = ("", " compiled", " compiled, no mask")
 COLUMNS = ("model", "way", "seconds")
+KEY_BIAS = (".key.bias", ".k_proj.bias")
 CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
 
@@ -122,6 +131,9 @@ def make(shape: Shape, device: str) -> tuple[torch.nn.Module, dict[str, torch.Te
     config = model_class.config_class(**shape.config, use_cache=False)
     with torch.device(device):
         model = model_class(config).to(torch.bfloat16).train()
+        if "image_size" in shape.config:
+            images = torch.randn(shape.batch, 3, config.image_size, config.image_size, dtype=torch.bfloat16)
+            return model, {"pixel_values": images, "labels": torch.randint(config.num_labels, (shape.batch,))}
         tokens = torch.randint(config.vocab_size, (shape.batch, shape.tokens))
         return model, {"input_ids": tokens, "labels": tokens}
 
@@ -164,11 +176,12 @@ def contenders_of(
     stock: Any, inputs: dict[str, torch.Tensor], names: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Returns the contenders that can run, and the functions that the converted model's modules call."""
+    models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
     converted, linear = twin(stock), twin(stock)
     changed, _ = extension_cpp.nn.convert(converted)
-    extension_cpp.nn.convert(linear, loss="linear")
-    models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
-    models |= {"converted": (converted, {}), "linear loss": (linear, {})}
+    models["converted"] = converted, {}
+    if "linear_cross_entropy" in extension_cpp.nn.convert(linear, loss="linear")[0].get("", ""):
+        models["linear loss"] = linear, {}  # only causal language models have a linear loss
     if any(name.startswith("liger") for name in names) and (found := patched_by_liger(stock)) is not None:
         models["liger"] = found
     optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-4, fused=True)
@@ -184,14 +197,19 @@ def contenders_of(
 
 
 def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the float32 gradients, computed for one sequence at a time, because a batch of activations would not
-    fit."""
+    """Returns the float32 gradients, computed for one sequence at a time, because a batch of activations would not fit.
+
+    The bias of a key has no gradient: it adds one number to all scores of a query, which softmax removes again. Its
+    computed gradient consists of rounding errors, and is left out.
+    """
     wide = copy.deepcopy(stock).float().eval()
     batch = len(inputs["labels"])
     for i in range(batch):
         one = {name: each[i : i + 1] for name, each in inputs.items()}
+        one = {name: each.float() if each.is_floating_point() else each for name, each in one.items()}
         (wide(**one).loss / batch).backward()
-    return {name: parameter.grad for name, parameter in wide.named_parameters() if parameter.grad is not None}
+    found = {name: parameter.grad for name, parameter in wide.named_parameters() if parameter.grad is not None}
+    return {name: each for name, each in found.items() if not name.endswith(KEY_BIAS)}
 
 
 def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: dict[str, Contender]) -> dict[str, Any]:
