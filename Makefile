@@ -23,7 +23,7 @@ setup build run test test-gpu planted bench budgets docs sanitize: export TORCH_
 endif
 
 BUILD_NEEDS := ninja
-TEST_NEEDS := $(BUILD_NEEDS) pytest xdist hypothesis numpy setuptools transformers rich matplotlib nbclient ipykernel
+TEST_NEEDS := $(BUILD_NEEDS) pytest pytest-xdist hypothesis numpy setuptools transformers rich matplotlib nbclient ipykernel
 C_SOURCES = find extension_cpp templates tests examples benchmarks -name .venv -prune -o \
   -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
 CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format
@@ -75,11 +75,10 @@ test: $(READY)  ## build, then run the tests, on the GPU too if there is one
 
 test-gpu: $(READY)  ## build, then run the tests that use the GPU
 	$(call need,$(TEST_NEEDS))
-	@$(PYTHON) check_environment.py gpu
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m pytest --device cuda -k cuda $(ARGS)
 
-bench: $(READY)  ## build, then time the operators beside PyTorch's; ARGS="compare A B", plot, report look at it
+bench: $(READY)  ## build, then time the operators beside PyTorch's; ARGS="compare A B" and plot look at it
 	$(call need,$(BUILD_NEEDS) rich matplotlib)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m benchmarks $(ARGS)
@@ -95,7 +94,7 @@ docs: $(READY)  ## build, then write docs/ops.md and the documents' tables from 
 	@$(PYTHON) -m scripts.document_ops
 
 site: $(READY)  ## build, then site/: documents, API reference and all published tables as a site, with links checked
-	$(call need,$(BUILD_NEEDS) mkdocs material mkdocstrings_handlers)
+	$(call need,$(BUILD_NEEDS) mkdocs mkdocs-material mkdocstrings-python)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m mkdocs build $(ARGS)
 
@@ -125,7 +124,7 @@ release: wheel  ## that wheel for glibc 2.28 and the sdist, both checked in clea
 	@$(PYTHON) -m scripts.release $(ARGS)
 
 hub: $(READY)  ## build/torch-stable-abi*/: copies for Hugging Face's kernels, for CPUs and for CUDA if there is nvcc
-	$(call need,$(BUILD_NEEDS) kernel_abi_check)
+	$(call need,$(BUILD_NEEDS) kernel-abi-check)
 	@$(PYTHON) -m scripts.hub
 
 matrix: wheel  ## test that wheel on the oldest and newest torch and every Python of this machine (downloads gigabytes)
@@ -138,7 +137,7 @@ planted: $(READY)  ## plant 60 errors one by one and list those that no test see
 	@$(PYTHON) -m tests.planted $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, clang-format
-	$(call need,ruff mypy clang_format)
+	$(call need,ruff mypy clang-format)
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m ruff format --check --quiet .
 	@$(PYTHON) -m mypy
@@ -158,7 +157,7 @@ tidy: $(READY)  ## clang-tidy on the C and the C++ (minutes), with clang-tidy 14
 	  -DTORCH_EXTENSION_NAME=extension_cpp -DBUILD_INFO=__FILE__)
 
 format: $(READY)  ## lay out the code as lint wants it
-	$(call need,ruff clang_format)
+	$(call need,ruff clang-format)
 	@$(PYTHON) -m ruff check --quiet --fix-only .
 	@$(PYTHON) -m ruff format .
 	@$(C_SOURCES) | xargs $(CLANG_FORMAT) -i

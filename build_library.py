@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 if sys.version_info < (3, 10):  # noqa: UP036  # any Python can be asked to run this file
     sys.exit(f"error: Python 3.10 or newer is needed, and {sys.executable} is {sys.version.split()[0]}.")
@@ -138,28 +138,20 @@ def compiler(variable: str, default: str, package: str) -> list[str]:
     return command
 
 
-def is_clang(cc: list[str]) -> bool:
+def c_flags(cc: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the flags of all C files, and the optimisation of kernels beyond -O2, for levels without CPU_SMALL."""
     macros = subprocess.run([*cc, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True).stdout
-    return "__clang__" in macros
+    if "__clang__" in macros:
+        return C_FLAGS, ["-O3"]
+    return C_FLAGS + GCC_FLAGS, GCC_OPTIMISE
 
 
-def c_flags(cc: list[str]) -> list[str]:
-    """Returns C_FLAGS and, if the compiler is gcc, the flags that only gcc knows."""
-    return C_FLAGS if is_clang(cc) else C_FLAGS + GCC_FLAGS
-
-
-def c_optimise(cc: list[str]) -> list[str]:
-    """Returns the optimisation options of kernels beyond -O2, for levels without CPU_SMALL."""
-    return ["-O3"] if is_clang(cc) else GCC_OPTIMISE
-
-
-def level_flags(cc: list[str], debug: bool) -> dict[str, list[str]]:
+def level_flags(optimise: list[str], debug: bool) -> dict[str, list[str]]:
     """Returns the flags of the kernels at each instruction set."""
     if debug:
         return {"baseline": []}
     levels = X86_LEVELS if machine() == "x86_64" else {"baseline": []}
-    usual = c_optimise(cc)
-    return {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else usual), *own] for name, own in levels.items()}
+    return {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise), *own] for name, own in levels.items()}
 
 
 def torch_folder() -> Path:
@@ -275,11 +267,6 @@ def quote(*flags: list[str]) -> str:
     return shlex.join(itertools.chain(*flags)).replace("$", "$$")
 
 
-def escape(path: Path) -> str:
-    """Escapes a path for the build lines of a ninja file. ninja_syntax does not escape a $."""
-    return re.sub(r"([$ :])", r"$\1", str(path))
-
-
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
     """Returns nvcc with its flags, and the link options for the libraries of its CUDA toolkit."""
     if is_cross():
@@ -359,10 +346,8 @@ def own_folder(namespace: str) -> str:
     return "" if namespace == NAMESPACE else "other_namespace/"
 
 
-def write_objects(
-    file: TextIO, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool, precompiled: bool
-) -> list[str]:
-    """Writes to a ninja file how each source is compiled to an object file. Returns the names of the object files."""
+def write_objects(ninja: Any, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool) -> list[str]:
+    """Writes to build.ninja how each source is compiled to an object file. Returns the names of the object files."""
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
     objects: list[str] = []
 
@@ -370,9 +355,9 @@ def write_objects(
         """Adds a source of CSRC, or a file in the build folder that includes several sources."""
         name = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
         objects.append(f"{prefix}{name}.o")
-        path = escape(source if name == source else csrc / name) + (f" | {header}.gch" if header else "")
-        flags = [*flags, "-include", header] if header else flags
-        file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
+        path = str(source if name == source else csrc / name)
+        variables = {"flags": quote(flags, ["-include", header] if header else [])}
+        ninja.build(objects[-1], rule, path, implicit=f"{header}.gch" if header else None, variables=variables)
 
     def together(suffix: str) -> list[Path]:
         """Returns the files to compile for all sources with this suffix. The sources of small folders are included
@@ -395,12 +380,10 @@ def write_objects(
         return [*alone, *names]
 
     def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
-        if not precompiled:
-            return ""
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
         write_if_new(folder / header, text)
         # -MD also lists headers of torch and of the system. Compilers use outdated precompiled headers without warning.
-        file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
+        ninja.build(f"{header}.gch", rule, header, variables={"listed": "-MD", "flags": quote(flags)})
         return header
 
     # The files that take longest come first, so that no core has to wait at the end.
@@ -429,7 +412,8 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     debug = switch("DEBUG") == "1"
     optimise = ["-O0", "-g", "-DCPU_BASELINE_ONLY"] if debug else ["-O2"]
     optimise_shim = ["-O0", "-g"] if debug else LESS_OPTIMISED
-    levels = level_flags(cc, debug)
+    flags, optimise_kernels = c_flags(cc)
+    levels = level_flags(optimise_kernels, debug)
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
@@ -450,7 +434,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         link += toolkit
     tail = " -MF $out.d $flags -c $in -o $out"
     commands = {
-        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, include) + " $listed" + tail,
+        "c": quote(cc, flags, COMMON_FLAGS, optimise, include) + " $listed" + tail,
         "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed" + tail,
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
@@ -468,12 +452,10 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
         ninja.rule("link", quote(link_command) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 
-        # A compiler cache does not keep files that use a precompiled header.
-        precompiled = not {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}
-        objects = write_objects(file, folder, own, levels, info, nvcc is not None, precompiled)
+        objects = write_objects(ninja, folder, own, levels, info, nvcc is not None)
         if link_command != cxx:
             objects.append("old_glibc.c.o")
-            file.write("build old_glibc.c.o: c old_glibc.c\n")
+            ninja.build(["old_glibc.c.o"], "c", ["old_glibc.c"])
         names = ["libtorch.so", "libtorch_cpu.so"] if is_cross() else []
         ninja.rule("empty", quote(cxx, ["-shared", "-x", "c"]) + " $in -Wl,-soname,$out -o $out")
         for name in names:

@@ -2,7 +2,7 @@
 
     python check_environment.py machine       what a new .venv and the build need: Python, venv, compilers; whether the
                                               .venv that is there is this user's and this folder's
-    python check_environment.py MODULE...     what this environment lacks of torch >= 2.10 and the modules
+    python check_environment.py PACKAGE...    what this environment lacks of torch >= 2.10 and the packages
 
 `make` runs this script. It uses no new syntax, so that old versions of Python can report that they are old.
 """
@@ -14,11 +14,6 @@ import sys
 import tempfile
 
 PYTHON_MINIMUM = (3, 10)
-# pip's name of a module, where it differs from the module's own name
-PACKAGES = {"clang_format": "clang-format", "pre_commit": "pre-commit", "xdist": "pytest-xdist"}
-PACKAGES["kernel_abi_check"] = "kernel-abi-check"
-PACKAGES["material"] = "mkdocs-material"
-PACKAGES["mkdocstrings_handlers"] = "mkdocstrings-python"
 # A small program that each compiler must compile. Many systems have headers in a separate package, so that a compiler
 # that answers --version may still compile nothing.
 PROBES = {
@@ -39,14 +34,10 @@ def check_python(version=sys.version_info):
         )
 
 
-def lacking(modules):
+def check_venv():
     import importlib.util
 
-    return [name for name in modules if importlib.util.find_spec(name) is None]
-
-
-def check_venv():
-    missing = lacking(["venv", "ensurepip"])
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
     if missing:
         fail(
             f"{sys.executable} cannot make a virtual environment: it lacks {' and '.join(missing)}; install its venv "
@@ -97,24 +88,19 @@ def check_compilers():
         build_library.architectures(nvcc)
 
 
-def check_modules(modules):
+def check_packages(packages):
+    import importlib.metadata
+
     import build_library
 
-    missing = ["torch>=2.10"] * bool(lacking(["torch"])) + lacking(modules)
+    missing = [name for name in ["torch", *packages] if not any(importlib.metadata.distributions(name=name))]
     if missing:
-        names = " ".join(PACKAGES.get(name, name) for name in missing)
+        named = ["torch>=2.10" if name == "torch" else name for name in missing]
         fail(
-            f"{sys.executable} lacks {', '.join(names.split())}; install with '{sys.executable} -m pip install "
-            f"{names.replace('>=2.10', '')}', or leave PYTHON out and make sets up .venv."
+            f"{sys.executable} lacks {', '.join(named)}; install with '{sys.executable} -m pip install "
+            f"{' '.join(missing)}', or leave PYTHON out and make sets up .venv."
         )
     build_library.torch_folder()
-
-
-def check_gpu():
-    import torch
-
-    if not torch.cuda.is_available():
-        fail(f"no GPU that torch {torch.__version__} can use was found, and this target's tests need one.")
 
 
 if __name__ == "__main__":
@@ -123,7 +109,5 @@ if __name__ == "__main__":
         check_venv()
         check_own_venv()
         check_compilers()
-    elif sys.argv[1:] == ["gpu"]:
-        check_gpu()
     else:
-        check_modules(sys.argv[1:])
+        check_packages(sys.argv[1:])

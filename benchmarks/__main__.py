@@ -1,8 +1,8 @@
-"""python -m benchmarks times the ops (run.py). Its commands compare, plot and report show results.
+"""python -m benchmarks times the ops (run.py). Its commands compare and plot show results.
 
-host times what a call of layer_norm costs the host in each software layer, and host_ops times a call of every op.
-linear_loss times linear_cross_entropy beside its matrix products. norm_plans times the norms' GPU kernels in each shape
-that they can have. processes times the training step of an example on one process and on several.
+host times what a call of layer_norm costs the host in each software layer, or a call of other ops. linear_loss times
+linear_cross_entropy beside its matrix products. processes times the training step of an example on one process and on
+several.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from extension_cpp.__main__ import run_command
 
-COMMANDS = ("compare", "host", "host_ops", "linear_loss", "norm_plans", "plot", "processes", "report")
+COMMANDS = ("compare", "host", "linear_loss", "plot", "processes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

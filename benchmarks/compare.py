@@ -30,9 +30,9 @@ class Change:
 
 def changes(before: dict, after: dict) -> Iterator[Change]:
     """Yields the changes of everything that both files have timed, including the copy."""
-    rows = {results.key(row, before["machine"]): row for row in before["rows"]}
+    rows = {results.key(row): row for row in before["rows"]}
     for row in after["rows"]:
-        old = rows.get(results.key(row, after["machine"]), {})
+        old = rows.get(results.key(row), {})
         for kind in ("seconds", *(other for other, _ in results.OTHERS)):
             for name, time in row.get(kind, {}).items():
                 if name in old.get(kind, {}):

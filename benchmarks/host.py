@@ -1,7 +1,9 @@
 """Times what a call of layer_norm costs the host in each software layer. For the small tensor the kernel hardly counts.
 
-Each figure is the time of a batch of calls divided by their number. The host waits for a GPU only between batches. The
-ways to call layer_norm take turns.
+With --op other ops are called in two ways: by their function, and by the same function with the operator under
+torch.library.register_autograd, whose backward runs an operator without a derivative, as in a user's own package. Each
+figure is the time of a batch of calls divided by their number. The host waits for a GPU only between batches. The ways
+take turns.
 """
 
 import contextlib
@@ -20,13 +22,15 @@ from benchmarks.table import WAYS, finish
 from benchmarks.timing import BenchmarkParser, take_turns
 from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
+from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
 
 ROWS, COLS, EPS = 8, 512, 1e-5
+PLAIN = "register_autograd"  # the way whose operator has torch.library's registration
 CALLS = 50  # calls per batch: few enough to end before the system interrupts, and to fit into a GPU's queue
 
 # For each pass its grad mode, and the ways to call layer_norm that are left out, because they do what another way does.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "forward, inference_mode": (torch.inference_mode, {"register_autograd", "by hand"}),
+    "forward, inference_mode": (torch.inference_mode, {PLAIN, "by hand"}),
     "forward, no_grad": (torch.no_grad, {"by hand", "kernel", "shim"}),
     "forward, grad": (contextlib.nullcontext, {"kernel", "shim"}),
     "forward and backward": (contextlib.nullcontext, {"shim"}),
@@ -129,7 +133,7 @@ class Calls:
             "native operator": lambda: native(x, shape, weight, bias, EPS)[0],
             "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
             "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
-            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],  # with the plain registration
+            PLAIN: lambda: operator(x, shape, weight, bias, EPS)[0],
             "by hand": lambda: by_hand(x, weight, bias),
             "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
             "shim": lambda: operator.redispatch(keys, no_rows, shape, weight, bias, EPS),
@@ -148,40 +152,87 @@ class Calls:
         return kernels
 
 
-def batch(call: Callable[[], Any], mode: Callable[[], Any], count: int) -> None:
-    with mode():
-        for _ in range(count):
-            call()
+def take_batches(
+    op: str, calls: dict[str, Callable[[], Any]], device: str, rounds: int, mode: Callable[[], Any]
+) -> Iterator[dict[str, Any]]:
+    """Yields the way and the seconds of each call, in batches that take turns. PLAIN has the plain registration."""
+    plain = contextlib.ExitStack()
+
+    def batch(call: Callable[[], Any], count: int) -> None:
+        with mode():
+            for _ in range(count):
+                call()
+
+    def ready(way: str) -> None:
+        plain.close()
+        if way == PLAIN:
+            plain.enter_context(registered_plainly(op))
+        batch(calls[way], 2)  # untimed, because the other ways' calls have changed the caches and the registration
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    batches: dict[str, Callable[[], object]] = {
+        way: functools.partial(batch, call, CALLS) for way, call in calls.items()
+    }
+    with plain:
+        times = take_turns(batches, "cpu", rounds, ready)  # the host is timed, even if the tensors are on a GPU
+    for way, time in times.items():
+        yield {"way": way, "seconds": {figure: value / CALLS for figure, value in time.items()}}
 
 
 def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
     one_call = Calls(device)
-    plain = contextlib.ExitStack()
     for name, (mode, left_out) in PASSES.items():
         make = one_call.forward_and_backward if name == "forward and backward" else one_call.forward
-        one = {way: functools.partial(batch, make(way), mode) for way in WAYS if way not in left_out}
+        calls = {way: make(way) for way in WAYS if way not in left_out}
+        for row in take_batches("layer_norm", calls, device, rounds, mode):
+            yield {"pass": name} | row
 
-        def ready(way: str, one: dict[str, Any] = one) -> None:
-            plain.close()
-            if way == "register_autograd":
-                plain.enter_context(registered_plainly("layer_norm"))
-            one[way](2)  # untimed, because the other ways' calls have changed the caches and the registration
-            if device == "cuda":
-                torch.cuda.synchronize()
 
-        # The host is timed, even if the tensors are on a GPU.
-        times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
-        plain.close()
-        for way, time in times.items():
-            seconds = {figure: value / CALLS for figure, value in time.items()}
-            yield {"pass": name, "way": way, "seconds": seconds}
+def timed_specs() -> dict[str, OpSpec]:
+    """Returns the specs of the differentiable ops, except ops of lists: torch.library gives their setup_context a
+    needs_input_grad of another form."""
+    return {spec.name: spec for spec in all_specs() if spec.differentiable and not spec.lists}
+
+
+def sample_of(spec: OpSpec, device: str) -> Sample:
+    def make(shape: Sequence[int]) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    return spec.bench.sample(make, (ROWS, COLS))
+
+
+def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
+    inputs, is_operator = leaves(sample), spec.function is getattr(_ops, spec.name)
+
+    def function() -> Any:
+        called = getattr(_ops, spec.name) if is_operator else spec.function  # registered_plainly() changes _ops
+        return called(*sample.args, **sample.kwargs)
+
+    grads = [torch.ones_like(y) for y in as_tuple(function()) if y.requires_grad]
+
+    def both() -> Any:
+        outputs = [y for y in as_tuple(function()) if y.requires_grad]
+        return torch.autograd.grad(outputs, inputs, grads)
+
+    return {"forward, grad": function, "forward and backward": both}
+
+
+def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    for name, call in passes(spec, sample_of(spec, device)).items():
+        both = dict.fromkeys(("function", PLAIN), call)
+        for row in take_batches(spec.name, both, device, rounds, contextlib.nullcontext):
+            yield {"op": spec.name, "pass": name} | row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches").parse(arguments)
+    parser, specs = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches"), timed_specs()
+    parser.add_argument("--op", nargs="+", choices=specs, default=[], metavar="OP", help=f"of {', '.join(specs)}")
+    options = parser.parse(arguments)
     torch.set_num_threads(1)  # the tensor is too small for several threads, and waiting for them would be timed
     about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
-    origin = results.run(options.device)("layer_norm")
-    rows = [row | origin for row in measure(options.device, options.rounds)]
+    origin = results.run(options.device)
+    rows = [row | origin(op) for op in options.op for row in measure_op(specs[op], options.device, options.rounds)]
+    rows = rows or [row | origin("layer_norm") for row in measure(options.device, options.rounds)]
     finish(options.path, {"machine": about, "rows": rows}, table.host)
     return 0

@@ -11,6 +11,7 @@ farthest line of the reference in that dtype (gradients.py), and a sum over line
 that of eager PyTorch. Relative errors must stay below a quarter.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class Judge:
         self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         some = {0, self.count - 1, *inner[: LINES - 2].tolist()}
+        self.seeds = [x for x in sample.args if isinstance(x, Tensor) and x.shape == (1,)]
         self.lines = sorted(some if spec.bench.by_lines else range(self.count))
         self.grads: list[tuple[Tensor, Tensor]] = []  # each output's gradient, and that of the last call
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
@@ -68,10 +70,7 @@ class Judge:
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}
         self.stock_sums: dict[str, Error] = {}  # errors of eager PyTorch
-        self._stock: dict[str, Error] = {}
-        self._expected: rule.Expected | None = None
         self._sums: rule.Truth | None = None
-        self._mask: Tensor | None = None
 
     def backward(self, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
         """Calls a contender's forward, and returns a call of its backward. All contenders get the same grad_outs.
@@ -113,7 +112,7 @@ class Judge:
         """Says what is wrong with a result, or returns None. For a backward, `outputs` are its forward's results."""
         got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
         some = rule.Result(tuple(map(self.of_lines, got.outputs)), list(map(self.of_lines, got.gradients)))
-        expected = self.expected()
+        expected = self.expected
         with self.masks(self.lines):
             for kind, truth in [("", expected.whole)] if outputs is None else expected.truths(some):
                 for number, (what, lines) in enumerate(some.tensors()):
@@ -130,7 +129,7 @@ class Judge:
         lines, sums = {}, {}
         for number, (what, x) in enumerate(got.tensors()):
             if not x.is_floating_point():
-                if message := wrong(self.of_lines(x), number, self.expected().whole):
+                if message := wrong(self.of_lines(x), number, self.expected.whole):
                     return f"{what}: {message}"
             elif self.is_sum(x):
                 sums[what] = gradients.error(x.detach(), list(self.sums(outputs).exact.tensors())[number][1])
@@ -139,7 +138,7 @@ class Judge:
         most = 0.125  # half the largest error allowed; a contender with larger errors computes something else
         if name == "eager":
             self.stock_sums = sums
-        beside = self.stock(outputs is not None) | {what: self.stock_sums.get(what, Error(most, most)) for what in sums}
+        beside = self.stock | {what: self.stock_sums.get(what, Error(most, most)) for what in sums}
         if name == "eager":
             beside |= dict.fromkeys(sums, Error(most, most))
         beside = {what: Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()}
@@ -148,37 +147,34 @@ class Judge:
         return gradients.wrong(lines | sums, beside, floor, what="")
 
     def error(self, lines: Tensor, number: int) -> Error:
-        exact = list(self.expected().whole.exact.tensors())[number][1]
+        exact = list(self.expected.whole.exact.tensors())[number][1]
         if lines.dim() == 1:
             return gradients.error(lines, exact)
         return gradients.worst_line(*(x.movedim(self.dim, 0).flatten(1) for x in (lines, exact)))
 
-    def stock(self, backward: bool) -> dict[str, Error]:
-        """Returns the errors of the reference in the dtype of the inputs, on the lines that are judged (self.lines)."""
-        if not self._stock:
-            sample, grads = self.call_on(self.lines)
-            with self.masks(self.lines):
-                if backward:
-                    left = iter(grads)
-                    found = rule.run(self.eager, sample, lambda output: next(left).to(output.dtype))
-                else:
-                    with torch.no_grad():
-                        found = rule.Result(as_tuple(self.eager(*sample.args, **sample.kwargs)), [])
-            self._stock = {
-                what: self.error(x, number)
-                for number, (what, x) in enumerate(found.tensors())
-                if x.is_floating_point() and not self.is_sum(x)
-            }
-        return self._stock
+    @functools.cached_property
+    def stock(self) -> dict[str, Error]:
+        """The errors of the reference in the dtype of the inputs, on the lines that are judged (self.lines)."""
+        sample, grads = self.call_on(self.lines)
+        with self.masks(self.lines):
+            if grads:
+                left = iter(grads)
+                found = rule.run(self.eager, sample, lambda output: next(left).to(output.dtype))
+            else:
+                with torch.no_grad():
+                    found = rule.Result(as_tuple(self.eager(*sample.args, **sample.kwargs)), [])
+        return {
+            what: self.error(x, number)
+            for number, (what, x) in enumerate(found.tensors())
+            if x.is_floating_point() and not self.is_sum(x)
+        }
 
     def is_sum(self, x: Tensor) -> bool:
         """Returns whether a result is a sum over all rows (or columns): a mean loss, or the gradient of a weight."""
         if not self.spec.bench.by_lines:
             return False
-        return x.dim() == 0 or (x.dim() == 1 and self.has_weights() and x.shape[0] == self.sample.args[0].shape[-1])
-
-    def has_weights(self) -> bool:
-        return any(x.dim() == 1 for x in leaves(self.sample))
+        has_weights = any(each.dim() == 1 for each in leaves(self.sample))
+        return x.dim() == 0 or (x.dim() == 1 and has_weights and x.shape[0] == self.sample.args[0].shape[-1])
 
     def of_lines(self, x: Tensor, lines: Sequence[int] | None = None) -> Tensor:
         """Returns some lines (rows, columns or tokens) of an input or a result, those of self.lines by default. A
@@ -215,10 +211,9 @@ class Judge:
             expected.whole.known_terms  # noqa: B018  # computed here, while these lines' masks are set
         return expected
 
+    @functools.cached_property
     def expected(self) -> rule.Expected:
-        if self._expected is None:
-            self._expected = self.part(self.lines)
-        return self._expected
+        return self.part(self.lines)
 
     def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
         """Returns the exact values of results that are sums over all lines, and the terms of their error bounds.
@@ -239,32 +234,34 @@ class Judge:
 
     def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
         """Adds to `before` the sums over the lines of one more chunk. `share` is the chunk's share of all lines."""
-        exact = [x for _, x in truth.exact.tensors()]
-        scaled = [x * share if x.dim() == 0 else x for x in exact]
-        sizes = [
-            Terms(term.size * share, term.c, term.saved * share, term.rounded * share) if x.dim() == 0 else term
-            for x, term in zip(exact, truth.known_terms, strict=True)
-        ]
-        for number, x in enumerate(exact):
+        exact, sizes = [], []
+        for number, ((_, x), term) in enumerate(zip(truth.exact.tensors(), truth.known_terms, strict=True)):
+            if x.dim() == 0:  # the mean over the lines of the chunk
+                x = x * share
+                term = Terms(term.size * share, term.c, term.saved * share, term.rounded * share)
             if before is not None and self.is_sum(x):
-                old, new = before.known_terms[number], sizes[number]
-                scaled[number] = scaled[number] + list(before.exact.tensors())[number][1]
-                sizes[number] = Terms(old.size + new.size, new.c, old.saved + new.saved, old.rounded + new.rounded)
+                old = before.known_terms[number]
+                x = x + list(before.exact.tensors())[number][1]
+                term = Terms(old.size + term.size, term.c, old.saved + term.saved, old.rounded + term.rounded)
+            exact.append(x)
+            sizes.append(term)
         outputs = len(truth.exact.outputs)
-        return rule.Truth(rule.Result(tuple(scaled[:outputs]), scaled[outputs:]), lambda: sizes, truth.keep_saved)
+        return rule.Truth(rule.Result(tuple(exact[:outputs]), exact[outputs:]), lambda: sizes, truth.keep_saved)
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """What dropout with the sample's seed keeps of the whole tensor."""
+        x, p = self.sample.args[0], next(a for a in reversed(self.sample.args) if isinstance(a, float))
+        ones = torch.ones(x.shape, dtype=torch.float16, device=x.device)
+        return extension_cpp.reference.dropout(ones, p, seed=self.seeds[0]) != 0
 
     @contextmanager
     def masks(self, lines: Sequence[int]) -> Iterator[None]:
         """Makes the reference's dropout apply the mask that these lines have in the whole tensor."""
-        seeds = [x for x in self.sample.args if isinstance(x, Tensor) and x.shape == (1,)]
-        if not seeds:
+        if not self.seeds:
             yield
             return
-        if self._mask is None:
-            x, p = self.sample.args[0], next(a for a in reversed(self.sample.args) if isinstance(a, float))
-            ones = torch.ones(x.shape, dtype=torch.float16, device=x.device)
-            self._mask = extension_cpp.reference.dropout(ones, p, seed=seeds[0]) != 0
-        kept = self._mask.index_select(0, torch.tensor(lines, device=self._mask.device))
+        kept = self.mask.index_select(0, torch.tensor(lines, device=self.mask.device))
 
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, seed: Tensor | None = None) -> Tensor:
             return torch.where(kept, input / (1 - p), 0)

@@ -85,9 +85,7 @@ class Judge:
             self.errors[name] = dict(zip(("loss", "x", "weight"), errors, strict=True))
 
     def stop_if_wrong(self) -> None:
-        wrong = {"eager": gradients.wrong_stock(self.errors["eager"])}
-        for name, each in self.errors.items():
-            wrong[name] = wrong.get(name) or gradients.wrong(each, self.errors["eager"])
+        wrong = {name: gradients.wrong(each, self.errors["eager"]) for name, each in self.errors.items()}
         if found := [f"{name}: {words}" for name, words in wrong.items() if words]:
             sys.exit(f"error: {'; '.join(found)}")
 
@@ -136,7 +134,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}
     finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -225,7 +225,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
             loss = contender.loss().item()
             errors = gradients.errors({key: each.grad for key, each in stock.named_parameters()}, exact)
             beside = beside or errors
-            wrong = gradients.wrong(errors, beside) if errors is not beside else gradients.wrong_stock(errors)
+            wrong = gradients.wrong(errors, beside)
         except Exception as error:
             if not name.startswith("liger"):
                 raise

@@ -31,7 +31,6 @@ from benchmarks import c_loop
 LIBRARIES = {
     "liger": ("liger_kernel.ops", "liger_kernel"),
     "quack": ("quack", "quack-kernels"),
-    "apex": ("apex.normalization.fused_layer_norm", "apex"),
     "accelerated_scan": ("accelerated_scan.warp", "accelerated-scan"),
     "associative_scan": ("torch._higher_order_ops.associative_scan", "torch"),
 }
@@ -46,10 +45,6 @@ def _of(path: str) -> Any:
 
 def _liger(path: str, *arguments: Any) -> Any:
     return _of(f"liger_kernel.ops.{path}").apply(*arguments)
-
-
-def _apex(name: str, *arguments: Any) -> Any:
-    return _of(f"apex.normalization.fused_layer_norm.{name}").apply(*arguments)
 
 
 def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
@@ -77,18 +72,12 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
         "liger": lambda x, shape, weight, bias, eps=1e-5: _liger(
             "layer_norm.LigerLayerNormFunction", x, weight, bias, eps
         ),
-        "apex": lambda x, shape, weight, bias, eps=1e-5: _apex(
-            "FusedLayerNormAffineFunction", x, weight, bias, torch.Size(shape), eps
-        ),
     },
     "rms_norm": {
         "liger": lambda x, shape, weight, eps=None: _liger(
             "rms_norm.LigerRMSNormFunction", x, weight, _eps(eps), 0.0, "gemma", False
         ),
         "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=_eps(eps)),
-        "apex": lambda x, shape, weight, eps=None: _apex(
-            "FusedRMSNormAffineFunction", x, weight, torch.Size(shape), _eps(eps)
-        ),
     },
     "add_rms_norm_p0": {
         "liger": lambda x, residual, shape, weight, eps, p, seed: _liger(

@@ -1,4 +1,4 @@
-"""Draws a results file, as svg and png: percent of copy over width, time over size, scaling over threads, a roofline.
+"""Draws a results file, as svg and png: percent of copy over width, and a roofline.
 
 A picture is made for each dtype that has rows for it. Without a FILE the documents' own pictures are drawn again.
 """
@@ -7,8 +7,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ LOOKS = {
     "compile": ("#009E73", "^"),
     "liger": ("#CC79A7", "D"),
     "quack": ("#D55E00", "v"),
-    "apex": ("#56B4E9", "P"),
 }
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +39,6 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "docs/norms-cpu.svg": ("benchmarks/results/cpu.json", ("layer_norm", "rms_norm"), "cpu-widths-bfloat16"),
     "docs/roofline-h200.svg": ("benchmarks/results/h200-norms.json", None, "h200-norms-roofline-bfloat16"),
 }
-Panel = Callable[[Axes, list[results.Row]], None]
 
 
 def passes_of(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row]]:
@@ -55,21 +52,11 @@ def bytes_of_element(row: results.Row) -> int:
     return 4 if row["dtype"] == "float32" else 2
 
 
-def bytes_of_tensor(row: results.Row) -> int:
-    return row["rows"] * row["cols"] * bytes_of_element(row)
-
-
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
-    color, marker = LOOKS[name]
+    color, marker = LOOKS.get(name, ("#56B4E9", "P"))  # a peer of a few ops
     style = "-" if joined else "none"
     x, y = ([point[i] for point in points] for i in (0, 1))
     axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)
-
-
-def one_panel(title: str, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, height), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    return figure, figure.subplots()
 
 
 def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
@@ -84,36 +71,13 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
 
 
-def bytes_in_words(count: int) -> str:
-    power = min((count.bit_length() - 1) // 10, 3)
-    return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def against(
-    axes: Axes,
-    rows: list[results.Row],
-    x: Callable[[results.Row], float],
-    y: Callable[[results.Row, str], float],
-    log: bool,
-) -> None:
-    """Draws y(row, contender) over x(row), with the copy as the limit."""
-    rows = sorted(rows, key=x)
-    axes.plot([x(row) for row in rows], [y(row, "copy") for row in rows], **LIMIT, label="copy")
-    for name in results.names(rows):
-        line(axes, name, [(x(row), y(row, name)) for row in rows if name in row["seconds"]])
-    if log:
-        axes.set(xscale="log", yscale="log")
-        ticks = [2**power for power in range(10, 41, 4) if x(rows[0]) <= 2**power <= x(rows[-1])]
-        axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
-        axes.minorticks_off()
-    else:
-        axes.set_xticks(sorted({x(row) for row in rows}))
-
-
-def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
-    """Draws one row of panels per op, with forward and backward side by side, and one legend."""
-    groups = passes_of(rows)
+def widths(rows: list[results.Row], title: str) -> Figure | None:
+    """Draws a row of panels for each op that has several widths, with forward and backward side by side."""
+    large = passes_of([row for row in rows if row["sizes"] == "large"])
+    groups = {step: group for step, group in large.items() if len(group) > 1}
     ops = list(dict.fromkeys(op for op, _ in groups))
+    if not ops:
+        return None
     figure = Figure(figsize=(8, 1 + 1.9 * len(ops)), layout="constrained")
     axes = figure.subplots(len(ops), 2, squeeze=False, sharey="row")
     for op, pair in zip(ops, axes, strict=True):
@@ -121,16 +85,15 @@ def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_labe
             if (op, step) not in groups:
                 one.remove()
                 continue
-            panel(one, groups[op, step])
+            widths_panel(one, groups[op, step])
             one.set_title(f"{op} {step}", fontsize=9)
             one.grid(alpha=0.3)
             if op == ops[-1]:
-                one.set_xlabel(x_label, fontsize=9)
+                one.set_xlabel("width", fontsize=9)
         for one in pair:  # after both panels, because limits that are set do not follow later data
-            if one.get_yscale() == "linear":
-                one.set_ylim(bottom=0)
+            one.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
-    figure.supylabel(y_label, fontsize=9)
+    figure.supylabel("percent of copy", fontsize=9)
     legend(figure)
     return figure
 
@@ -144,57 +107,9 @@ def legend(figure: Figure) -> None:
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=len(found), fontsize=9)
 
 
-def widths(rows: list[results.Row], title: str) -> Figure | None:
-    large = [row for row in rows if results.sizes(row) == "large"]
-    chosen = [row for group in passes_of(large).values() if len(group) > 1 for row in group]
-    return grid(chosen, widths_panel, title, "width", "percent of copy") if chosen else None
-
-
-def flat(rows: list[results.Row], title: str) -> Figure | None:
-    """Draws the ops whose time does not depend on the width, in one panel."""
-    large = [row for row in rows if results.sizes(row) == "large"]
-    chosen = [group[0] for group in passes_of(large).values() if len(group) == 1]
-    if not chosen:
-        return None
-    figure, axes = one_panel(title, 3.2)
-    axes.axhline(100, **LIMIT, label="copy")
-    names = results.names(chosen)
-    for place, name in enumerate(names):
-        known = [(i, row["percent_of_copy"][name]) for i, row in enumerate(chosen) if name in row["percent_of_copy"]]
-        left = [i + 0.8 * ((place + 0.5) / len(names) - 0.5) for i, _ in known]
-        axes.bar(left, [y for _, y in known], 0.8 / len(names), color=LOOKS[name][0], label=name)
-    labels = [f"{row['op']}\n{row['pass']}" for row in chosen]
-    axes.set_xticks(range(len(chosen)), labels, fontsize=8)
-    axes.set_ylabel("percent of copy", fontsize=9)
-    legend(figure)
-    return figure
-
-
-def size(rows: list[results.Row], title: str) -> Figure | None:
-    chosen = [row for row in rows if results.sizes(row) == "sweep"]
-    chosen = chosen or [row for row in rows if results.sizes(row) == "small"]
-    panel = partial(against, x=bytes_of_tensor, y=lambda row, name: 1e6 * row["seconds"][name]["median"], log=True)
-    return grid(chosen, panel, title, "size of one tensor", "microseconds") if chosen else None
-
-
-def threads(rows: list[results.Row], title: str) -> Figure | None:
-    """Draws, for each op, the largest tensor that was timed on several numbers of threads."""
-    chosen: list[results.Row] = []
-    for group in passes_of([row for row in rows if "threads" in row]).values():
-        shapes: dict[tuple[int, int], dict[int, results.Row]] = {}
-        for row in group:
-            shapes.setdefault((row["rows"], row["cols"]), {})[row["threads"]] = row
-        for _, same in sorted(shapes.items(), key=lambda item: -math.prod(item[0])):
-            if len(same) > 1:
-                chosen += same.values()
-                break
-    panel = partial(against, x=lambda row: row["threads"], y=gigabytes, log=False)
-    return grid(chosen, panel, title, "threads", "GB/s") if chosen else None
-
-
 def gigabytes(row: results.Row, name: str) -> float:
     """Returns the bandwidth in gigabytes per second, counting the bytes that the op must move."""
-    return row["copy_gb_s"] * (1 if name == "copy" else row["percent_of_copy"][name] / 100)
+    return row["copy_gb_s"] * row["percent_of_copy"][name] / 100
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
@@ -224,12 +139,14 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
     """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
     counted = operations()
-    large = passes_of([row for row in rows if results.sizes(row) == "large"])
+    large = passes_of([row for row in rows if row["sizes"] == "large"])
     chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
     chosen = [row for row in chosen if (row["op"], row["pass"]) in counted]
     if not chosen:
         return None
-    figure, axes = one_panel(title, 6)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots()
     by_intensity: dict[float, list[results.Row]] = {}
     for row in chosen:
         arithmetic, moved = counted[row["op"], row["pass"]]
@@ -257,9 +174,6 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
 
 PICTURES = {
     "widths": (widths, "percent of copy over width"),
-    "flat": (flat, "percent of copy"),
-    "size": (size, "time over size"),
-    "threads": (threads, "scaling over threads"),
     "roofline": (roofline, "roofline of the ops named below, each at its best width"),
 }
 
@@ -271,12 +185,8 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
     about = found["machine"]
     for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["dtype"] == dtype]
-        most = max(row.get("threads", about["threads"]) for row in rows)
-        with_most = [row for row in rows if row.get("threads", about["threads"]) == most]
         for kind, (draw, what) in PICTURES.items():
-            if draw is size and any("call_seconds" in row for row in rows):
-                what = "time over size, from a call's first kernel on (without the host's part)"
-            figure = draw(rows if draw is threads else with_most, f"{about['device']}, {dtype}: {what}")
+            figure = draw(rows, f"{about['device']}, {dtype}: {what}")
             if figure:
                 yield f"{path.stem}-{kind}-{dtype}", figure
 

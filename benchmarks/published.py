@@ -15,20 +15,9 @@ LINES = list(csv.DictReader(Path(__file__).with_name("summaries.csv").read_text(
 
 
 def read(stem: str) -> tuple[list[results.Row], str]:
-    """Returns the rows of a results file that timed large tensors with the most threads, and the device's name."""
+    """Returns the rows of a results file that timed large tensors, and the device's name."""
     found = results.read(results.PUBLISHED / f"{stem}.json")
-    rows = [row for row in found["rows"] if results.sizes(row) == "large"]
-    most = max(row.get("threads", 0) for row in rows)
-    return [row for row in rows if row.get("threads", 0) == most], found["machine"]["device"]
-
-
-def best_peer(row: results.Row) -> list[float]:
-    """Returns a list with the percent of copy of the best peer, or an empty one if each peer is wrong or raised."""
-    return sorted(percent for name, percent in row["percent_of_copy"].items() if name != "ours")[-1:]
-
-
-def ours(row: results.Row) -> list[float]:
-    return [row["percent_of_copy"]["ours"]] if "ours" in row["percent_of_copy"] else []
+    return [row for row in found["rows"] if row["sizes"] == "large"], found["machine"]["device"]
 
 
 def span(values: list[float]) -> str:
@@ -36,12 +25,16 @@ def span(values: list[float]) -> str:
     return " to ".join(dict.fromkeys(words))
 
 
-def cell(rows: list[results.Row], step: str, figure: Callable[[results.Row], list[float]]) -> str:
-    """Returns a cell with the figures in float32 and in bfloat16."""
-    same = [row for row in rows if row["pass"] == step]
-    dtypes = ("float32", "bfloat16")
-    kinds = [[percent for row in same if row["dtype"] == dtype for percent in figure(row)] for dtype in dtypes]
-    return " / ".join(map(span, kinds)) if same else "-"
+def cells(rows: list[results.Row], step: str) -> list[str]:
+    """Returns the cells of our figures and of the best peers', each in float32 and in bfloat16. A contender that is
+    wrong or raised has no figure."""
+    same, ours, best = [row for row in rows if row["pass"] == step], [], []
+    for dtype in ("float32", "bfloat16"):
+        percents = [row["percent_of_copy"] for row in same if row["dtype"] == dtype]
+        peers = [[percent for name, percent in each.items() if name != "ours"] for each in percents]
+        ours.append(span([each["ours"] for each in percents if "ours" in each]))
+        best.append(span([max(each) for each in peers if each]))
+    return [" / ".join(each) if same else "-" for each in (ours, best)]
 
 
 def sourced(lines: list[str], *sources: str) -> str:
@@ -57,23 +50,21 @@ def summary(name: str) -> str:
     """Returns a summary table of docs/performance.md, with percent of copy of our ops and of the best peers."""
     lines = [line for line in LINES if line["table"] == name]
     rows, device = read(lines[0]["file"])
-    widths = [list(map(int, line["widths"].split())) for line in lines]
     chosen = [
-        [row for row in rows if row["op"] == line["op"] and row["cols"] in some]
-        for line, some in zip(lines, widths, strict=True)
+        [row for row in rows if row["op"] == line["op"] and str(row["cols"]) in line["widths"].split()]
+        for line in lines
     ]
     every = [row for each in chosen for row in each]
-    all_older = all(are_older(every, device))
-    one_run = len({row["run"] for row in every}) == 1
-    body = []
+    all_older, body = all(are_older(every, device)), []
     for line, each in zip(lines, chosen, strict=True):
         mark = MARK if not all_older and any(are_older(each, device)) else ""
-        cells = [line["name"] + mark, line["columns"], line["goal"]]
-        for step in ("forward", "backward"):
-            cells += [cell(each, step, ours), cell(each, step, best_peer)]
-        body.append(cells + ([] if one_run else [", ".join(map(str, sorted({row["run"] for row in each})))]))
-    head = ["op", "columns", "goal", "forward", "best peer", "backward", "best peer"]
-    return sourced(markdown(head + ([] if one_run else ["run"]), body), source(lines[0]["file"], every, device))
+        figures = [*cells(each, "forward"), *cells(each, "backward")]
+        numbers = ", ".join(map(str, sorted({row["run"] for row in each})))
+        body.append([line["name"] + mark, line["columns"], line["goal"], *figures, numbers])
+    head = ["op", "columns", "goal", "forward", "best peer", "backward", "best peer", "run"]
+    if len({row["run"] for row in every}) == 1:
+        head, *body = (each[:-1] for each in (head, *body))
+    return sourced(markdown(head, body), source(lines[0]["file"], every, device))
 
 
 # The ops of the README's table at 4096 columns in bfloat16, and the files that have them.
@@ -83,22 +74,19 @@ OVERVIEW_FILES = ("h200-norms", "h200", "h200-gates", "h200-losses")
 
 def overview() -> str:
     """Returns a table of percent of copy in bfloat16, for each op ours and the best peer's, with the higher in bold."""
-    lines, said = {}, []
+    lines, said = dict[tuple[str, str], str](), []
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)
         rows = [row for row in rows if (row["dtype"], row["cols"]) == ("bfloat16", 4096) and row["op"] in OVERVIEW]
         said.append(source(stem, rows, device))
-        for op in {row["op"] for row in rows}:
-            lines[op] = [f"`{op}`", *(ours_and_best(rows, op, step) for step in ("forward", "backward"))]
-    body = [lines[op] for op in OVERVIEW]
+        lines |= {(row["op"], row["pass"]): ours_and_best(row["percent_of_copy"]) for row in rows}
+    body = [[f"`{op}`", lines[op, "forward"], lines[op, "backward"]] for op in OVERVIEW]
     return sourced(markdown(["", f"{device}, forward", "backward"], body), *said)
 
 
-def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
-    (row,) = (row for row in rows if (row["op"], row["pass"]) == (op, step))
-    peers = {name: percent for name, percent in row["percent_of_copy"].items() if name != "ours"}
-    best = max(peers, key=lambda name: peers[name])
-    figures = [f"{row['percent_of_copy']['ours']:.0f}", f"{peers[best]:.0f}"]
+def ours_and_best(percents: dict[str, float]) -> str:
+    best = max((name for name in percents if name != "ours"), key=lambda name: percents[name])
+    figures = [f"{percents[name]:.0f}" for name in ("ours", best)]
     ours, other = (f"**{each}**" if int(each) == max(map(int, figures)) else each for each in figures)
     return f"{ours}, {best} {other}"
 
@@ -141,15 +129,15 @@ def host_ratios() -> str:
     return sourced(markdown(head, body), *said)
 
 
-def curves(stem: str, beside: str) -> str:
-    """Makes a table of loss curves: each distance from the curve `beside`, and the milliseconds of a step if known."""
+def curves(stem: str) -> str:
+    """Makes a table of loss curves: each distance from torch's, and the milliseconds of a step if known."""
     with (results.PUBLISHED / f"{stem}.csv").open() as file:
         columns = {name: [value for value in values if value] for name, *values in csv.reader(file)}
     body = []
     for name in (name for name in columns if "_" not in name and name != "step"):
-        losses, others = (list(map(float, columns[each])) for each in (name, beside))
+        losses, others = (list(map(float, columns[each])) for each in (name, "torch"))
         apart = [abs(a - b) for a, b in zip(losses, others, strict=True)]
-        distances = ["", ""] if name == beside else [f"{max(apart):.2g}", f"{statistics.mean(apart):.2g}"]
+        distances = ["", ""] if name == "torch" else [f"{max(apart):.2g}", f"{statistics.mean(apart):.2g}"]
         cells = [name, *distances, f"{losses[-1]:.4f}"]
         if validation := columns.get(f"validation_{name}"):
             cells.append(f"{float(validation[-1]):.4f}")
@@ -199,6 +187,6 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "training", partial(training, "llama-3.2-1b")),
     *(("docs/performance.md", name, partial(summary, name)) for name in dict.fromkeys(line["table"] for line in LINES)),
     ("docs/performance.md", "a call", host_ratios),
-    *(("docs/performance_training.md", stem, partial(curves, stem, "torch")) for stem in CURVES),
+    *(("docs/performance_training.md", stem, partial(curves, stem)) for stem in CURVES),
     *((page, stem, partial(whole, stem)) for page, stems in WHOLE.items() for stem in stems),
 ]

@@ -15,9 +15,10 @@ import torch
 
 import extension_cpp
 from benchmarks import kernels
+from extension_cpp.command import info
 
 Row = dict[str, Any]
-Key = tuple[str, str, str, int, int, int, str]
+Key = tuple[str, str, str, int, int, str]
 
 # Further figures of a row on a GPU. `seconds` is the time from the first kernel of a call to the end.
 OTHERS = (
@@ -29,36 +30,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "benchmarks" / "results"
 
 
-def machine(device: str) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-    return {
-        "device": name,
+def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
+    """Returns the machine, the settings of a run, and the versions of what it compares."""
+    try:
+        from triton import __version__ as compiler
+    except ImportError:
+        compiler = None
+    ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of the same version
+    versions = {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda} | (libraries or {})
+    machine = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else info.cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
-    """Returns the machine, the settings of a run, and the versions of what it compares."""
-    return machine(device) | settings | {"versions": versions() | (libraries or {})}
-
-
-def in_words(found: dict[str, Any]) -> str:
-    """Returns the machine, the settings and the commits of a file in one line."""
-    about = found["machine"]
-    facts = [about["device"], f"{about['threads']} CPU threads"]
-    facts += [f"{name} {about[name]}" for name in ("torch", "python", "rounds") if about.get(name)]
-    libraries = about.get("versions", {}).items()
-    facts += [f"{name} {version or 'absent'}" for name, version in libraries]
-    return ", ".join(facts + [f"commit {each}" for each in dict.fromkeys(row["commit"] for row in found["rows"])])
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.machine()
+    return machine | settings | {"versions": versions}
 
 
 def commit() -> str | None:
@@ -99,17 +85,6 @@ def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
     return of
 
 
-def versions() -> dict[str, str | None]:
-    try:
-        import triton
-
-        compiler = triton.__version__
-    except ImportError:
-        compiler = None
-    ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of the same version
-    return {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda}
-
-
 def read(path: Path, columns: Iterable[str] = ("op", "pass", "percent_of_copy")) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
@@ -123,34 +98,21 @@ def read(path: Path, columns: Iterable[str] = ("op", "pass", "percent_of_copy"))
     return found
 
 
-def rounded(value: Any) -> Any:
-    """Returns the value with its numbers rounded to six digits."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Replaces the file in one step, with one line for each row. A run that is stopped here leaves the earlier file."""
+    """Replaces the file in one step, with one line for each row and six digits for each number that is not whole. A run
+    that is stopped here leaves the earlier file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    found = rounded(found)
+    found = json.loads(json.dumps(found), parse_float=lambda text: float(f"{float(text):.6g}"))
     lists = {name: ",\n".join(map(json.dumps, each)) for name, each in found.items() if isinstance(each, list)}
     values = {name: f"[\n{lists[name]}\n]" if name in lists else json.dumps(found[name]) for name in found}
     part.write_text("{" + ",\n".join(f"{json.dumps(name)}: {value}" for name, value in values.items()) + "}\n")
     os.replace(part, path)
 
 
-def key(row: Row, about: dict[str, Any]) -> Key:
-    """Returns what was measured. Rows with the same key are the same work with the same number of threads."""
-    work = row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]
-    return *work, row.get("threads", about["threads"]), sizes(row)
-
-
-def sizes(row: Row) -> str:
-    return row.get("sizes", "large")
+def key(row: Row) -> Key:
+    """Returns what was measured. Rows with the same key are the same work."""
+    return row["op"], row["pass"], row["dtype"], row["rows"], row["cols"], row["sizes"]
 
 
 def names(rows: list[Row]) -> list[str]:
@@ -174,9 +136,9 @@ def continued(
     found = read(path, columns)
     for name, value in about.items():
         there = found["machine"].get(name, value)
-        if name != "threads" and there != value:
+        if there != value:
             sys.exit(
                 f"error: {path} was measured with {name} {there}, and this run has {value}: "
                 "give another file with --json"
             )
-    return {"machine": about | {"threads": found["machine"]["threads"]}, "rows": found["rows"]}
+    return {"machine": about, "rows": found["rows"]}

@@ -8,7 +8,6 @@ percent of the copy's bandwidth. Streaming stores, and ops that write less than 
 import argparse
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import peers, results
+from benchmarks import norm_plans, peers, results
 from benchmarks.judging import Judge
-from benchmarks.table import cell
+from benchmarks.table import cell, heading, median
 from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
 from extension_cpp.__main__ import positive
+from extension_cpp.command import info
+from extension_cpp.command.demo_table import keep_memory
 from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
@@ -34,9 +35,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Half types with float32 weights. The weights are the inputs of one dimension.
 MIXED = ("bfloat16+float32", "float16+float32")
 SLOW = 100  # a call slower than 100 copies is timed once, and not in every round
-# Makes glibc keep large freed blocks in the process. By default it returns them to the operating system, and every call
-# pays for page faults, as a user's calls do (--plain-malloc).
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True)
@@ -90,14 +88,17 @@ def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
     return name, positive(width) if width else None
 
 
-def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtypes: Sequence[str]) -> None:
-    """Adds the options that choose the timed cases, of these ops and dtypes."""
-    steps = ["forward", "backward"]
-    weights = "; behind the + that of a norm's weights" if {*MIXED} & {*dtypes} else ""
-    several: dict[str, Any] = {"nargs": "+"}
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
+    parser.epilog = (
+        "A --json file that is there is continued. python -m benchmarks compare and plot look at the results; "
+        "host times what a call costs, processes several GPUs, python -m benchmarks.models whole models. "
+        "Each has a --help."
+    )
+    names, dtypes = [spec.name for spec in timed_specs()], [*DTYPES, *MIXED]
     parser.add_argument(
         "--op",
-        **several,
+        nargs="+",
         type=functools.partial(op_at, names),
         default=[(name, None) for name in names],
         metavar="OP",
@@ -105,43 +106,37 @@ def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtyp
     )
     parser.add_argument(
         "--dtype",
-        **several,
+        nargs="+",
         choices=dtypes,
         default=["float32", "bfloat16"],
         metavar="DTYPE",
-        help=f"of {', '.join(dtypes)}{weights} (default: float32 bfloat16)",
+        help=f"of {', '.join(dtypes)}; behind the + that of a norm's weights (default: float32 bfloat16)",
     )
-    widths = list(WIDTHS)
-    parser.add_argument("--width", **several, type=positive, default=widths, help=f"columns (default: {widths})")
-    parser.add_argument("--pass", dest="passes", **several, choices=steps, default=steps)
+    widths, steps = list(WIDTHS), ["forward", "backward"]
+    parser.add_argument("--width", nargs="+", type=positive, default=widths, help=f"columns (default: {widths})")
+    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
     parser.add_argument("--mib", type=positive, help="size of one tensor in MiB (default: 512)", default=512)
-    parser.set_defaults(sizes=["large"])
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
-    parser.epilog = (
-        "A --json file that is there is continued. python -m benchmarks compare, plot and report look at the results; "
-        "host and host_ops time what a call costs, norm_plans the shapes of the norms' GPU kernels, processes several "
-        "GPUs, python -m benchmarks.models whole models. Each has a --help."
-    )
-    add_case_options(parser, [spec.name for spec in timed_specs()], [*DTYPES, *MIXED])
     parser.add_argument(
         "--sizes",
         nargs="+",
-        choices=["large", "small", "sweep"],
-        help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096; "
-        "sweep: 1 KiB, fourfold each, to the first above --mib: 1 GiB (default: large)",
+        choices=["large", "small"],
+        default=["large"],
+        help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096 (default: large)",
     )
-    parser.add_argument("--threads", nargs="+", type=positive, help="CPU threads, one run each (default: all)")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes most of the time)")
     parser.add_argument("--plain-malloc", action="store_true", help="CPU: with the page faults of glibc's defaults")
+    parser.add_argument(
+        "--plans", action="store_true", help="GPU: the norms alone, with each kernel of csrc/rows/plan.h"
+    )
     parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
     options = parser.parse(arguments)
     if options.threads and options.device == "cuda":
         parser.error("argument --threads: of the CPU, and the device is cuda")
-    options.threads = options.threads or [torch.get_num_threads()]
+    if options.plans and options.device == "cpu":
+        parser.error("argument --plans: of a GPU's kernels, and the device is cpu")
+    options.threads = options.threads or torch.get_num_threads()
     return options
 
 
@@ -154,26 +149,20 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
             yield "large", max(largest // cols, 1), cols
     if "small" in options.sizes:
         yield from (("small", rows, cols) for rows, cols in SMALL)
-    if "sweep" in options.sizes:
-        elements = 256 // itemsize
-        while elements <= largest:
-            elements *= 4
-            cols = min(elements, 1024)
-            yield "sweep", elements // cols, cols
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    for threads in options.threads if options.device == "cpu" else [None]:
-        for spec in timed_specs():
-            if spec.name not in dict(options.op):
+    threads = options.threads if options.device == "cpu" else None
+    for spec in timed_specs():
+        if spec.name not in dict(options.op) or (options.plans and spec.name not in info.NORMS):
+            continue
+        for dtype in options.dtype:
+            if dtype in MIXED and not spec.float_weights:
                 continue
-            for dtype in options.dtype:
-                if dtype in MIXED and not spec.float_weights:
-                    continue
-                for sizes, rows, cols in shapes(spec, DTYPES[dtype.partition("+")[0]].itemsize, options):
-                    for step in options.passes:
-                        if step == "forward" or spec.bench.backward:
-                            yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
+            for sizes, rows, cols in shapes(spec, DTYPES[dtype.partition("+")[0]].itemsize, options):
+                for step in options.passes:
+                    if step == "forward" or spec.bench.backward:
+                        yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
 
 
 def make_sample(case: Case, device: str, rows: int) -> Sample:
@@ -184,6 +173,8 @@ def make_sample(case: Case, device: str, rows: int) -> Sample:
 
 
 def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) -> dict[str, Callable[..., Any]]:
+    if options.plans:
+        return dict.fromkeys(("ours", *norm_plans.contenders(case)), case.spec.function)
     stock = case.eager(case.spec.bench.stock or case.spec.reference)
     functions = {"ours": case.spec.function, "eager": stock}
     torch._dynamo.reset()  # otherwise code compiled for other shapes would become dynamic
@@ -221,6 +212,7 @@ def prepare(
     target = torch.empty_like(source)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     failed: dict[str, str] = {}
+    shapes = norm_plans.contenders(case) if options.plans else {}
     for name, function in contenders(case, options, libraries).items():
         try:
             if own_masks and name != "ours":
@@ -230,6 +222,7 @@ def prepare(
                     failed[name] = unmasked.wrong[name]
                     continue
             call = call_of(case, judge, name, function)
+            call = norm_plans.limited(shapes[name], call) if name in shapes else call
             call()
             calls[name] = call
         except Exception as error:  # an error in a library's code is the result of its row, and does not end the run
@@ -250,9 +243,6 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
 
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
-    if case.threads is not None:
-        torch.set_num_threads(case.threads)
-        torch._inductor.config.cpp.threads = case.threads  # else code cached for other threads would run
     calls, judge, failed = prepare(case, options, libraries)
     spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
     slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
@@ -284,9 +274,10 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
     """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
-    console.print(results.in_words(found | {"rows": rows}), highlight=False)
-    large = [row for row in rows if results.sizes(row) == "large"]
-    others = [row for row in rows if results.sizes(row) != "large"]
+    if rows:
+        console.print(heading(found | {"rows": rows}), highlight=False)
+    large = [row for row in rows if row["sizes"] == "large"]
+    others = [row for row in rows if row["sizes"] != "large"]
     show_group(console, "percent of the bandwidth of a copy", large, percents=True)
     for title, some in [("", others), *((f", {what}", results.other(rows, key)) for key, what in results.OTHERS)]:
         show_group(console, f"microseconds{title}", some, percents=False)
@@ -306,24 +297,19 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
             table.add_column(head, justify="right", no_wrap=True)
         for row in rows:
             if (row["op"], row["dtype"]) == (op, dtype):
-                times = {name: cell(row, name, microseconds(row, name)) for name in ("copy", *names)}
+                times = {name: median(seconds, scale=1e6) for name, seconds in row["seconds"].items()}
+                times = {name: cell(row, name, times.get(name, "")) for name in ("copy", *names)}
                 shares = [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
                 cells = [f"{row['copy_gb_s']:.0f}", times["ours"], *shares] if percents else times.values()
                 table.add_row(row["pass"], f"{row['rows']} x {row['cols']}", *cells)
         console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
 
 
-def microseconds(row: results.Row, name: str) -> str:
-    """Returns a contender's median. The results file also has the range from 10 to 90 %, which the report shows."""
-    median = 1e6 * row["seconds"].get(name, {"median": 0.0})["median"]
-    return f"{median:.{0 if median >= 100 else 1}f}"
-
-
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns the machine with the settings, and the installed peers."""
     libraries = peers.versions(options.device)
     settings = {name: getattr(options, name) for name in ("mib", "plain_malloc", "rounds", "seed")}
-    about = results.about(options.device, libraries, threads=max(options.threads), **settings)
+    about = results.about(options.device, libraries, **settings)
     return about, [name for name, version in libraries.items() if version is not None]
 
 
@@ -331,7 +317,7 @@ def measure_all(
     console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
 ) -> Iterator[results.Row]:
     """Measures the cases `todo`, and yields the new rows. The file is written after each row."""
-    rows = {results.key(row, found["machine"]): row for row in found["rows"]}
+    rows = {results.key(row): row for row in found["rows"]}
     origin = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
@@ -340,7 +326,7 @@ def measure_all(
         for case in todo:
             progress.update(task, description=str(case))
             row = measure(case, options, libraries) | origin(case.spec.name)
-            rows[results.key(row, found["machine"])] = row
+            rows[results.key(row)] = row
             results.write(options.path, found | {"rows": list(rows.values())})
             yield row
             progress.advance(task)
@@ -348,8 +334,10 @@ def measure_all(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.device == "cpu" and not options.plain_malloc and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEP_MEMORY})
+    if options.device == "cpu" and not options.plain_malloc:
+        keep_memory()
+    torch.set_num_threads(options.threads)
+    torch._inductor.config.cpp.threads = options.threads  # else code cached for other threads would run
     torch._functorch.config.donated_buffer = False  # allows many backward calls after one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
@@ -358,8 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
     if absent:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")
-    there = {results.key(row, found["machine"]) for row in found["rows"]}
-    todo = [case for case in cases(options) if options.again or results.key(case.head(), about) not in there]
+    there = {results.key(row) for row in found["rows"]}
+    todo = [case for case in cases(options) if options.again or results.key(case.head()) not in there]
     done: list[results.Row] = []
     with contextlib.suppress(KeyboardInterrupt):
         for row in measure_all(console, todo, options, libraries, found):

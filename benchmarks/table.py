@@ -1,6 +1,5 @@
 """Prints the markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -40,10 +39,10 @@ def table(path: Path) -> str:
             return f"{heading(found)}\n\n" + "\n".join(markdown(*make(found["rows"]))) + "\n"
     found = results.read(path)
     lines = [heading(found)]
-    large = _in_order([row for row in found["rows"] if results.sizes(row) == "large"])
+    large = _in_order([row for row in found["rows"] if row["sizes"] == "large"])
     if large:
         lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
-    small = [row for row in found["rows"] if results.sizes(row) == "small"]  # sweeps are for pictures
+    small = [row for row in found["rows"] if row["sizes"] == "small"]
     others = [(f", {title}", results.other(small, key)) for key, title in results.OTHERS]
     for title, rows in others if any(rows for _, rows in others) else [("", small)]:
         if rows:
@@ -90,36 +89,36 @@ def spread(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
     return f"{median(seconds, scale, digits)} ({low} to {high})"
 
 
-def number(value: float, digits: int) -> str:
-    """Returns the number as text, or "" for NaN, which means that it was not measured on this device."""
-    return "" if math.isnan(value) else f"{value:.{digits}f}"
-
-
 def models(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes the table of whole models, with ratios to the stock model under torch.compile of the same run. A figure
     that no row has gets no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
-    body = []
+    heads, body = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"], []
     for row in rows:
-        peak, host = row.get("peak_bytes", math.nan), row.get("host_seconds")
-        cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], time(row["seconds"])]
-        cells += [number(1e3 * row.get("kernel_seconds", math.nan), 1), time(host) if host else ""]
-        cells += [number(peak / 1e9, 1)]
-        if beside := stock.get((row["model"], row["run"])):
-            ratio = row["seconds"]["median"] / beside["seconds"]["median"]
-            cells += [f"{ratio:.2f}", number(peak / beside.get("peak_bytes", math.nan), 2)]
-        body.append(cells + [""] * (8 - len(cells)))
-    heads = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"]
-    used = [i for i in range(len(heads)) if i < 2 or any(cells[i] for cells in body)]
-    return [heads[i] for i in used], [[cells[i] for i in used] for cells in body]
+        beside, has_peak = stock.get((row["model"], row["run"])), "peak_bytes" in row
+        cells = {"model": f"{row['model']}, {row['batch']} x {row['tokens']}", "": row["way"]}
+        cells["ms a step"] = time(row["seconds"])
+        if "kernel_seconds" in row:
+            cells["ms of kernels"] = f"{1e3 * row['kernel_seconds']:.1f}"
+        if "host_seconds" in row:
+            cells["ms of the host"] = time(row["host_seconds"])
+        if has_peak:
+            cells["GB at the peak"] = f"{row['peak_bytes'] / 1e9:.1f}"
+        if beside:
+            cells["time"] = f"{row['seconds']['median'] / beside['seconds']['median']:.2f}"
+        if beside and has_peak:
+            cells["memory"] = f"{row['peak_bytes'] / beside['peak_bytes']:.2f}"
+        body.append(cells)
+    heads = [head for head in heads if any(head in cells for cells in body)]
+    return heads, [[cells.get(head, "") for head in heads] for cells in body]
 
 
 def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
     (products,) = (row["seconds"]["median"] for row in rows if row["way"] == "products")
     body = []
     for row in rows:
-        ratio, extra = row["seconds"]["median"] / products, row.get("extra_bytes", math.nan)  # only measured on a GPU
-        body.append([row["way"], time(row["seconds"]), f"{ratio:.2f}", number(extra / 1e9, 2)])
+        extra = f"{row['extra_bytes'] / 1e9:.2f}" if "extra_bytes" in row else ""  # only measured on a GPU
+        body.append([row["way"], time(row["seconds"]), f"{row['seconds']['median'] / products:.2f}", extra])
     return ["", "ms", "beside the products", "GB beyond inputs and gradients"], body
 
 
@@ -157,26 +156,16 @@ def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def host(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of host microseconds per call of layer_norm: a row for each way to call it, a column per pass."""
-    passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
-    found = {(row["way"], row["pass"]): time(row["seconds"], scale=1e6) for row in rows}
-    body = [[way, WAYS[way], *(found.get((way, name), "") for name in passes)] for way in WAYS if way in ways]
+    """Makes a table of host microseconds per call: a row for each op and way to call it, a column per pass."""
+    passes, lines = list(dict.fromkeys(row["pass"] for row in rows)), dict[tuple[str, str], dict[str, str]]()
+    for row in rows:
+        lines.setdefault((row.get("op", ""), row["way"]), {})[row["pass"]] = time(row["seconds"], scale=1e6)
+    if "op" in rows[0]:
+        body = [[op, way, *cells.values()] for (op, way), cells in lines.items()]
+    else:  # layer_norm, some of whose ways are not in all passes
+        known = {way: lines["", way] for way in WAYS if ("", way) in lines}
+        body = [[way, WAYS[way], *(cells.get(name, "") for name in passes)] for way, cells in known.items()]
     return ["", "", *passes], body
-
-
-def host_ops(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of the host time per call of each op in microseconds. For each pass it has the times with both
-    registrations of autograd, and their ratio."""
-    passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
-    found = {(row["op"], row["pass"], row["way"]): row["seconds"] for row in rows}
-    body = []
-    for op in dict.fromkeys(row["op"] for row in rows):
-        cells = [op]
-        for name in passes:
-            ours, plain = (found[op, name, way] for way in ways)
-            cells += [time(ours, scale=1e6), time(plain, scale=1e6), f"{ours['median'] / plain['median']:.2f}"]
-        body.append(cells)
-    return ["", *(head for name in passes for head in (f"{name}: {ways[0]}", ways[1], "ratio"))], body
 
 
 def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> None:
@@ -193,7 +182,6 @@ def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> Non
 # How to print files of other commands than `python -m benchmarks`, by the beginning of the file's name: the columns of
 # a row, and the function that makes the table.
 KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
-    "host-ops-": (("op", "way", "pass", "seconds"), host_ops),
     "host-": (("way", "pass", "seconds"), host),
     "models-": (("model", "way", "seconds"), models),
     "linear-loss-": (("way", "seconds"), linear_loss),
@@ -203,29 +191,27 @@ KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
 
 
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
-    """Sorts by op and dtype in the file's order, then by threads (most first), width, and forward before backward."""
+    """Sorts by op and dtype in the file's order, then by width, and forward before backward."""
     ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
 
     def place(row: results.Row) -> tuple[int, ...]:
         is_backward = row["pass"] != "forward"
-        return ops.index(row["op"]), dtypes.index(row["dtype"]), -row.get("threads", 0), row["cols"], is_backward
+        return ops.index(row["op"]), dtypes.index(row["dtype"]), row["cols"], is_backward
 
     return sorted(rows, key=place)
 
 
 def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
-    """Makes a table. Threads and runs have a column if they differ between rows."""
+    """Makes a table. Runs have a column if they differ between rows."""
     names = results.names(rows)
     body = [cells_of(row, names) for row in rows]
     marks = are_older(rows, "NVIDIA" if "threads" not in rows[0] else "")
     if not all(marks):
         body = [[cells[0] + MARK * mark, *cells[1:]] for cells, mark in zip(body, marks, strict=True)]
-    at = len(head) - 1
-    for column in ("threads", "run"):
-        if len({row[column] for row in rows if column in row}) > 1:
-            head = [*head[:at], column, *head[at:]]
-            body = [[*c[:at], str(row.get(column, "")), *c[at:]] for row, c in zip(rows, body, strict=True)]
-            at += 1
+    if len({row["run"] for row in rows}) > 1:
+        at = len(head) - 1
+        head = [*head[:at], "run", *head[at:]]
+        body = [[*cells[:at], str(row["run"]), *cells[at:]] for row, cells in zip(rows, body, strict=True)]
     return ["", *markdown([*head, *names], body)]
 
 

@@ -91,16 +91,16 @@ class BenchmarkParser(Parser):
     def __init__(
         self, command: str, about: str | None, file: str, rounds: int, what: str = "calls", device: str | None = None
     ) -> None:
-        """`file` is the default of --json or --csv, with DEVICE for the device. `what` is timed --rounds times."""
+        """`file` is the default of --json, with DEVICE for the device. `what` is timed --rounds times."""
         super().__init__(prog=f"python -m {command}", description=(about or "").replace("\n", " "))
-        self.file, self.option = file, f"--{file.rpartition('.')[2]}"
+        self.file = file
         if device is None:
             default = "cuda" if torch.cuda.is_available() else "cpu"
             self.add_argument("--device", choices=["cpu", "cuda"], default=default)
         else:
             self.set_defaults(device=device)
         self.add_argument("--rounds", type=positive, default=rounds, help=f"timed {what} of each (default: {rounds})")
-        self.add_argument(self.option, dest="path", type=Path, help=f"where to write the figures (default: {file})")
+        self.add_argument("--json", dest="path", type=Path, help=f"where to write the figures (default: {file})")
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parses the options. Ends the program if --rounds or --device is impossible, or if figures of uncommitted
@@ -112,9 +112,7 @@ class BenchmarkParser(Parser):
             self.error("argument --device: torch sees no GPU here")
         is_published = options.path and options.path.resolve().parent == results.PUBLISHED
         if is_published and not results.is_clean(results.commit()):
-            self.error(
-                f"argument {self.option}: published figures have a commit, and this tree has changes: commit them first"
-            )
+            self.error("argument --json: published figures have a commit, and this tree has changes: commit them first")
         options.is_new = options.path is None
         options.path = options.path or Path(self.file.replace("DEVICE", options.device))
         return options

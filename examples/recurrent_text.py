@@ -8,14 +8,10 @@ rounding separates their loss curves, and the times of a step can be compared.
 """
 
 import argparse
-import contextlib
 import csv
-import json
 import math
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # This import comes first, because it reports missing packages in one sentence.
-from examples.train_text import RunSettings, Text, add_options, batch, prepare
+from examples.train_text import Settings, Text, add_options, batch, prepare
 
 # isort: split
 from rich.console import Console
@@ -40,7 +36,6 @@ from extension_cpp.command.demo_model import CannotRun, LanguageModel
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
-Curve = dict[str, Any]  # a run: its settings, and the losses and milliseconds of each step
 LONGEST_MEMORY = 64  # after so many steps, a new layer's slowest state has forgotten 1 - 1/e of its content
 
 
@@ -106,7 +101,7 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def check_torch(settings: RunSettings) -> None:
+def check_torch(settings: Settings) -> None:
     """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training reuses the code compiled here."""
     try:
         shape = (settings.batch, settings.context, settings.width)
@@ -146,7 +141,7 @@ class Mixer(nn.Module):
         return y
 
 
-def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> LanguageModel:
+def recurrent_model(recurrence: str, vocabulary: int, settings: Settings) -> LanguageModel:
     """Makes the language model with a minGRU instead of attention. All other layers use this package's ops. The model
     needs no position embedding, because the states depend on the position."""
     model = LanguageModel(vocabulary, settings.width, settings.layers, partial(Mixer, recurrence, settings.width))
@@ -159,9 +154,9 @@ def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> 
 
 
 class Training(demo_model.Training):
-    """Trains the model with one of the recurrences, and returns its loss curve."""
+    """Trains the model with one of the recurrences."""
 
-    def __init__(self, recurrence: str, text: Text, settings: RunSettings) -> None:
+    def __init__(self, recurrence: str, text: Text, settings: Settings) -> None:
         torch.manual_seed(0)
         self.text, self.settings = text, settings
         model = recurrent_model(recurrence, len(text.alphabet), settings)
@@ -172,63 +167,48 @@ class Training(demo_model.Training):
         loss.backward()
         return loss
 
-    def curve(self) -> Curve:
-        milliseconds = [1e3 * seconds for seconds in self.seconds]
-        return {"settings": asdict(self.settings), "losses": self.losses, "milliseconds": milliseconds}
-
 
 # ---- showing ----
 
 
-def read_curves(folder: Path, settings: RunSettings) -> dict[str, Curve]:
-    """Returns the curves of the runs in the folder that have these settings."""
-    curves = {}
-    for recurrence in RECURRENCES:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # skips runs that are missing or incomplete
-            curve = json.loads((folder / f"{recurrence}.json").read_text())
-            if curve["settings"] == asdict(settings):
-                curves[recurrence] = curve
-    return curves
-
-
-def tabulate(folder: Path, curves: dict[str, Curve]) -> None:
-    losses = [[f"{loss:.6f}" for loss in curve["losses"]] for curve in curves.values()]
-    times = [[f"{time:.2f}" for time in curve["milliseconds"]] for curve in curves.values()]
-    with (folder / "curves.csv").open("w", newline="") as file:
+def tabulate(path: Path, trainings: dict[str, Training]) -> None:
+    columns: dict[str, Iterable[object]] = {"step": range(1, len(next(iter(trainings.values())).losses) + 1)}
+    columns |= {name: [f"{loss:.6f}" for loss in each.losses] for name, each in trainings.items()}
+    columns |= {f"ms_{name}": [f"{1e3 * time:.2f}" for time in each.seconds] for name, each in trainings.items()}
+    with path.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["step", *curves, *(f"ms_{recurrence}" for recurrence in curves)])
-        table.writerows(zip(range(1, len(losses[0]) + 1), *losses, *times, strict=True))
+        table.writerow(columns)
+        table.writerows(zip(*columns.values(), strict=True))
 
 
-def draw(folder: Path, curves: dict[str, Curve]) -> Path:
+def draw(path: Path, trainings: dict[str, Training]) -> None:
     from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
     top, left, right = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
-    losses = {recurrence: curve["losses"] for recurrence, curve in curves.items()}
-    title, alone = "A small minGRU on text, float32", "run another --recurrence, too"
+    losses = {name: training.losses for name, training in trainings.items()}
+    title, alone = "A small minGRU on text, float32", "name several for --recurrence"
     colors = demo_model.draw_losses(top, left, losses, title, alone)
-    times = [statistics.median(curve["milliseconds"]) for curve in curves.values()]
-    bars = right.barh(list(curves), times, color=list(colors.values()))
+    times = [1e3 * training.step_seconds() for training in trainings.values()]
+    bars = right.barh(list(trainings), times, color=list(colors.values()))
     right.bar_label(bars, fmt="%.1f", padding=3)
     right.margins(x=0.2)
     right.invert_yaxis()
     right.set(xlabel="ms a step, the median")
     top.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
-    return folder / "loss.png"
+    figure.savefig(path, dpi=120)
 
 
 # ---- the command ----
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    text, settings, remark = prepare(options, SIZES, RunSettings)
+    text, settings, remark = prepare(options, SIZES)
     device = settings.device
     if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 in the matrix products, for every recurrence
-    console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
+    console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}")
     if "torch" in options.recurrence:
         if not options.no_compile:
             demo.check_compiler("--recurrence torch", "; or add --no-compile")
@@ -241,16 +221,14 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 training.step()
             progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
     for name, training in trainings.items():
-        (options.out / f"{name}.json").write_text(json.dumps(training.curve()))
         console.print(
             f"{name:5}  loss {training.losses[0]:.4f} at first, {training.losses[-1]:.4f} in the end  "
             f"{1e3 * training.step_seconds():.1f} ms a step, the median",
-            highlight=False,
         )
-    curves = read_curves(options.out, settings)
-    tabulate(options.out, curves)
-    picture = draw(options.out, curves)
-    console.print(f"The loss curves: {picture}", highlight=False, soft_wrap=True)
+    tabulate(options.out / "curves.csv", trainings)
+    picture = options.out / "loss.png"
+    draw(picture, trainings)
+    console.print(f"The loss curves: {picture}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -258,12 +236,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     turns = "one or more, a step each in turns (default: ours)"
     parser.add_argument("--recurrence", choices=RECURRENCES, nargs="+", default=["ours"], help=turns)
     parser.add_argument("--no-compile", action="store_true", help="torch's associative_scan without torch.compile")
-    holds = "RECURRENCE.json, losses and times of a run; curves.csv and loss.png, all runs that had the same settings"
-    add_options(parser, 200, "out/recurrent_text", holds)
+    add_options(parser, 200, "out/recurrent_text", "curves.csv, losses and times, and loss.png, their picture")
     options = parser.parse_args(arguments)
     try:
         with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
-            run(options, Console())
+            run(options, Console(highlight=False))
     except CannotRun as error:
         return fail(str(error))
     return 0

@@ -55,8 +55,9 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # for a checkp
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """The settings that two runs must share if their curves are compared."""
+class Settings:
+    """The settings that a run must share with the checkpoint from which it continues, and with a run beside which its
+    curves are drawn."""
 
     device: str
     steps: int
@@ -66,14 +67,8 @@ class RunSettings:
     context: int
     batch: int  # sequences per forward
     learning_rate: float  # learning rate after the warm-up
-
-
-@dataclass(frozen=True)
-class Settings(RunSettings):
-    """The settings that a run must share with the checkpoint from which it continues."""
-
-    heads: int
-    accumulate: int  # forwards per step
+    heads: int = 0  # of the attention
+    accumulate: int = 1  # forwards per step
 
 
 SMALL = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2, "learning_rate": 2e-3}
@@ -123,7 +118,7 @@ class Text:
         return Text(alphabet, indices[:-kept], indices[-kept:], hashlib.sha256(data).hexdigest()[:16])
 
 
-def batch(text: Tensor, settings: RunSettings, seed: int) -> tuple[Tensor, Tensor]:
+def batch(text: Tensor, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
     return demo_model.sequences(text, settings.batch, settings.context, seed, settings.device)
 
 
@@ -306,7 +301,7 @@ def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: st
     )
 
 
-def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[RunSettings]) -> tuple[Text, Any, str]:
+def prepare(options: argparse.Namespace, sizes: dict[str, Any]) -> tuple[Text, Settings, str]:
     """Returns the text, the settings of the run, and a remark on the device. Makes the folder for the output."""
     device, remark = demo.choose_device(options.device)
     text = Text.of(read_text(options.text), sizes[device]["context"])
@@ -314,7 +309,7 @@ def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[RunSe
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotRun(f"--out {options.out}: {error.strerror}") from error
-    return text, kind(device=device, steps=options.steps, text=text.digest, **sizes[device]), remark
+    return text, Settings(device, options.steps, text.digest, **sizes[device]), remark
 
 
 def join(device: str) -> None:
@@ -328,7 +323,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     parallel = options.parallel if distributed.is_torchelastic_launched() else None
     if not options.no_compile:
         demo.check_compiler("training", "; or add --no-compile")
-    text, settings, remark = prepare(options, SIZES, Settings)
+    text, settings, remark = prepare(options, SIZES)
     device = settings.device
     if parallel:
         join(device)
@@ -346,10 +341,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     console.print(
         f"{len(text.training)} bytes of text, {parameters / 1e6:.1f} million parameters, --ops {options.ops}, on "
         f"{demo.describe(device)}{f', {training.processes} processes ({parallel})' if parallel else ''}. {remark}",
-        highlight=False,
     )
     if training.losses:
-        console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", highlight=False, soft_wrap=True)
+        console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", soft_wrap=True)
     with demo_model.progress(console) as progress:
         task = progress.add_task("compiling", total=options.steps, completed=len(training.losses))
         while len(training.losses) < options.steps:
@@ -359,19 +353,17 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 training.save(checkpoint)
             progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
     if training.seconds:
-        console.print(f"{1e3 * training.step_seconds():.1f} ms a step, the median", highlight=False)
+        console.print(f"{1e3 * training.step_seconds():.1f} ms a step, the median")
     for step, loss in training.validation.items():
-        console.print(
-            f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}", highlight=False
-        )
+        console.print(f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}")
     if training.rank > 0:
         return
     writer = Training(options.ops, text, settings, compiled=False)
     writer.model.load_state_dict(read_checkpoint(checkpoint)["model"])
     console.rule("what the model writes")
-    console.print(writer.write(WRITTEN), markup=False, highlight=False)
+    console.print(writer.write(WRITTEN), markup=False)
     console.rule()
-    console.print(f"The loss curves: {draw(options.out, settings)}", highlight=False, soft_wrap=True)
+    console.print(f"The loss curves: {draw(options.out, settings)}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -387,17 +379,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        run(options, Console(quiet=not is_first))
+        run(options, Console(quiet=not is_first, highlight=False))
     except CannotRun as error:
         return fail(str(error))
     except KeyboardInterrupt:
-        if not is_first:
-            return 130
-        if (options.out / f"{options.ops}.pt").exists():
-            without = ", without --restart," if options.restart else ""
-            print(f"Stopped; the same command{without} goes on from the last checkpoint.", file=sys.stderr)
-        else:
-            print(f"Stopped before the first checkpoint, of step {CHECKPOINT_EVERY}.", file=sys.stderr)
+        without = ", without --restart," if options.restart else ""
+        told = f"Stopped; the same command{without} goes on from the last checkpoint."
+        if not (options.out / f"{options.ops}.pt").exists():
+            told = f"Stopped before the first checkpoint, of step {CHECKPOINT_EVERY}."
+        if is_first:
+            print(told, file=sys.stderr)
         return 130
     finally:
         if distributed.is_initialized():

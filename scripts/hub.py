@@ -38,24 +38,15 @@ def namespace_for(backend: str) -> str:
     return f"_extension_cpp_{backend}_{digest.hexdigest()[:10]}"
 
 
-def backend() -> dict[str, object]:
-    """Returns the kind of build that the environment asks for, in the words of metadata.json."""
-    nvcc = build_library.find_nvcc()
-    return {"type": "cuda", "archs": build_library.architectures(nvcc)} if nvcc else {"type": "cpu"}
-
-
-def variant_name() -> str:
-    nvcc = build_library.find_nvcc()
-    device = "cu" + build_library.cuda_version(nvcc).replace(".", "") if nvcc else "cpu"
-    abi = "".join(map(str, build_library.TORCH_MINIMUM))
-    return f"torch-stable-abi{abi}-{device}-{build_library.machine()}-linux"
-
-
 def lay_out(build: Path, namespace: str | None = None) -> Path:
     """Builds the variant that the environment asks for, and returns its folder in `build`."""
-    kind = backend()
-    namespace = namespace or namespace_for(str(kind["type"]))
-    folder = build / variant_name()
+    nvcc = build_library.find_nvcc()
+    # The kind of build, in the words of metadata.json.
+    backend = {"type": "cuda", "archs": build_library.architectures(nvcc)} if nvcc else {"type": "cpu"}
+    device = "cu" + build_library.cuda_version(nvcc).replace(".", "") if nvcc else "cpu"
+    abi = "".join(map(str, build_library.TORCH_MINIMUM))
+    namespace = namespace or namespace_for("cuda" if nvcc else "cpu")
+    folder = build / f"torch-stable-abi{abi}-{device}-{build_library.machine()}-linux"
     shutil.rmtree(folder, ignore_errors=True)
     build_library.build(folder / build_library.LIBRARY, namespace)
     for path in python_files():
@@ -68,7 +59,7 @@ def lay_out(build: Path, namespace: str | None = None) -> Path:
         raise SystemExit("error: extension_cpp/_namespace.py does not assign NAMESPACE once.")
     constant.write_text(text)
     metadata = {"id": namespace, "name": NAME, "version": VERSION, "license": "BSD-3-Clause"}
-    metadata |= {"python-depends": [], "backend": kind}
+    metadata |= {"python-depends": [], "backend": backend}
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return folder
 

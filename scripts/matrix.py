@@ -59,6 +59,8 @@ def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
                 found.setdefault((major, minor), candidate)
         elif named:
             sys.exit(f"error: {candidate} cannot make environments: {asked.stderr.strip().splitlines()[-1]}")
+    if not found:
+        sys.exit("error: no Python from 3.10 up that can make environments was found; name some with --python.")
     return dict(sorted(found.items()))
 
 
@@ -140,8 +142,6 @@ def main() -> None:
     own, for_pytest = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = parser.parse_args(own)
     found = interpreters(options.python)
-    if not found:
-        sys.exit("error: no Python from 3.10 up that can make environments was found; name some with --python.")
     console, hashes, failed = Console(), set(), 0
     table = Table("Python", "torch", "glibc", "passed", "failed", "skipped", "seconds", title=options.wheel.name)
     for version, torch in plan(list(found)):

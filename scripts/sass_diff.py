@@ -2,7 +2,7 @@
 
 Compares two builds of the library, one from before the change and one from after it:
 
-    python scripts/sass_diff.py BEFORE.so AFTER.so --match norm --rename norm_cuda=norm
+    python -m scripts.sass_diff BEFORE.so AFTER.so --rename norm_cuda=norm
 
 Kernels are compared by the text of their instructions. Addresses, hexadecimal encodings and function names are left
 out. Kernels are paired by their demangled names, after --rename was applied to the names of BEFORE. Kernels whose names
@@ -16,12 +16,9 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for `python scripts/sass_diff.py`
-
-from scripts.kernel_resources import cuobjdump, short_names  # noqa: E402  # found by the line above
+from scripts.kernel_resources import cuobjdump, short_names
 
 Code = tuple[str, ...]  # the instructions of one kernel, in order
 Kernels = Mapping[str, Sequence[Code]]  # by name; several translation units may have a kernel of the same name
@@ -87,23 +84,21 @@ def differing(before: Code, after: Code) -> int:
 
 def compare(before: Kernels, after: Kernels) -> list[Pair]:
     """Pairs the kernels by name, and those without a partner by equal code."""
-    pairs, alone_before, alone_after = [], [], []
-    for name in sorted({*before, *after}):
-        olds, news = (collections.Counter(kernels.get(name, ())) for kernels in (before, after))
-        pairs += [Pair("identical", name)] * (olds & news).total()
-        rest, left = list((olds - news).elements()), list((news - olds).elements())
-        for old, new in zip(rest, left, strict=False):
-            detail = f": {differing(old, new)} of {len(old)} -> {len(new)} instructions"
-            pairs.append(Pair("changed", name, detail))
-        alone_before += [(name, code) for code in rest[len(left) :]]
-        alone_after += [(name, code) for code in left[len(rest) :]]
-    for name, code in alone_before:
-        if same := next((other for other in alone_after if other[1] == code), None):
-            alone_after.remove(same)
-            pairs.append(Pair("renamed", f"{name} -> {same[0]}"))
-        else:
-            pairs.append(Pair("only before", name, f": {len(code)} instructions"))
-    pairs += [Pair("only after", name, f": {len(code)} instructions") for name, code in alone_after]
+    olds, news = (
+        collections.Counter((name, code) for name, codes in kernels.items() for code in codes)
+        for kernels in (before, after)
+    )
+    pairs = [Pair("identical", name) for name, _ in (olds & news).elements()]
+    gone, new = list((olds - news).elements()), list((news - olds).elements())
+    for key in (0, 1):
+        for name, code in gone.copy():
+            if other := next((other for other in new if other[key] == (name, code)[key]), None):
+                gone.remove((name, code))
+                new.remove(other)
+                detail = f": {differing(code, other[1])} of {len(code)} -> {len(other[1])} instructions"
+                pairs.append(Pair("changed", name, detail) if key == 0 else Pair("renamed", f"{name} -> {other[0]}"))
+    for state, alone in (("only before", gone), ("only after", new)):
+        pairs += [Pair(state, name, f": {len(code)} instructions") for name, code in alone]
     return sorted(pairs, key=lambda pair: (STATES.index(pair.state), pair.name))
 
 
@@ -127,18 +122,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("before", type=Path, metavar="BEFORE.so")
     parser.add_argument("after", type=Path, metavar="AFTER.so")
     parser.add_argument("--arch", default="sm_90", help="default: sm_90")
-    parser.add_argument("--match", default="", metavar="WORD", help="only kernels with this word in a name of theirs")
-    words: dict[str, Any] = {"type": renaming, "nargs": "+", "action": "extend", "default": [], "metavar": "OLD=NEW"}
-    parser.add_argument("--rename", **words, help="whole words of names")
+    parser.add_argument(
+        "--rename",
+        type=renaming,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="OLD=NEW",
+        help="whole words of names",
+    )
     options = parser.parse_args(arguments)
     for library in (options.before, options.after):
         if not library.is_file():
             parser.error(f"{library}: no such file")
     before = rename(disassemble(options.before, options.arch), options.rename)
     pairs = compare(before, disassemble(options.after, options.arch))
-    pairs = [pair for pair in pairs if options.match in pair.name]
-    if not pairs:
-        sys.exit(f"error: no kernel for {options.arch} has '{options.match}' in its name.")
     print(table(pairs))
     return 0 if all(pair.state in ("identical", "renamed") for pair in pairs) else 1
 

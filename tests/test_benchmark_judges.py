@@ -131,7 +131,7 @@ def test_gradients_have_a_distance_and_a_scale() -> None:
     model with an error of 10 %, a factor of 1.05 exceeds only the scale's bound, and noise only the distance's."""
     exact, *noise = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
     beside = gradients.errors({"w": exact + 0.1 * noise[0]}, {"w": exact})
-    assert gradients.wrong_stock(beside) is None
+    assert gradients.wrong(beside, beside) is None
 
     def wrong(gradient: torch.Tensor | None) -> str | None:
         return gradients.wrong(gradients.errors({"w": gradient}, {"w": exact}), beside)
@@ -139,4 +139,5 @@ def test_gradients_have_a_distance_and_a_scale() -> None:
     assert wrong(exact + 0.1 * noise[1]) is None
     assert "a scale of 0.05" in str(wrong(1.05 * exact)) and "a distance of 0.29" in str(wrong(exact + 0.3 * noise[1]))
     assert "a distance of 1," in str(wrong(None)) and "a distance of inf" in str(wrong(exact[:-1]))
-    assert "off, of at most" in str(gradients.wrong_stock(gradients.errors({"w": -exact}, {"w": exact})))
+    far = gradients.errors({"w": -exact}, {"w": exact})
+    assert "off, of at most" in str(gradients.wrong(far, far))

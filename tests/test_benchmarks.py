@@ -3,7 +3,6 @@ that an interrupted run keeps, the command `compare`, and error messages."""
 
 import contextlib
 import copy
-import csv
 import json
 import re
 from dataclasses import replace
@@ -20,16 +19,15 @@ from benchmarks import (
     c_loop,
     compare,
     host,
-    host_ops,
     kernels,
     norm_plans,
     peers,
     plot,
-    report,
     results,
     run,
 )
 from benchmarks.table import table
+from extension_cpp.command import info
 from extension_cpp.registration import calls
 from tests.opspec import Sample, as_tuple, leaves
 
@@ -164,23 +162,18 @@ def test_a_file_of_other_settings_is_refused(bench) -> None:
     assert bench.path.read_text() == before
 
 
-def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
-    """The results have separate rows for each number of threads on the CPU, and no number of threads on a GPU."""
+def test_small_sizes(bench, monkeypatch, device) -> None:
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
-    on_cpu = device == "cpu"
-    on_threads = ["--threads", "1", "2"] if on_cpu else []
-    rows = bench("--op", "mish", "--pass", "forward", "--sizes", "small", "sweep", *on_threads)["rows"]
-    shapes = [*run.SMALL, (1, 256), (1, 1024), (4, 1024), (16, 1024), (64, 1024), (256, 1024), (1024, 1024)]
-    for threads in (1, 2) if on_cpu else (None,):
-        assert [(row["rows"], row["cols"]) for row in rows if row.get("threads") == threads] == shapes
+    rows = bench("--op", "mish", "--pass", "forward", "--sizes", "small")["rows"]
+    assert [(row["rows"], row["cols"]) for row in rows] == [*run.SMALL]
     text = table(bench.path)
-    tables = 1 if on_cpu else len(results.OTHERS)
-    assert text.count("Small tensors, microseconds") == tables
-    assert text.count(f"| 128 x 1024 |{' 1 |' if on_cpu else ''}") == tables
+    tables = 1 if device == "cpu" else len(results.OTHERS)
+    assert text.count("Small tensors, microseconds") == text.count("| 128 x 1024 |") == tables
 
 
 def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device) -> None:
-    """Functions are compiled with their row's number of threads, which is a part of Inductor's code and cache key."""
+    """Functions are compiled with their row's number of threads, which is a part of Inductor's code and cache key. A
+    file has the rows of one number of threads."""
     if device == "cuda":
         pytest.skip("threads are the CPU's")
     prepare, seen = run.prepare, []
@@ -190,8 +183,13 @@ def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device)
         return prepare(case, *others)
 
     monkeypatch.setattr(run, "prepare", spy)
-    bench("--op", "mish", "--pass", "forward", "--threads", "1", "2")
+    for threads in ("1", "2"):
+        bench.path.unlink(missing_ok=True)
+        found = bench("--op", "mish", "--pass", "forward", "--threads", threads)
+        assert found["machine"]["threads"] == found["rows"][0]["threads"] == int(threads)
     assert seen == [(1, 1, 1), (2, 2, 2)]
+    with pytest.raises(SystemExit, match="was measured with threads 2, and this run has 1: give another file"):
+        bench("--op", "mish", "--pass", "forward", "--threads", "1")
 
 
 def test_widths_of_one_op(bench) -> None:
@@ -210,9 +208,10 @@ def test_a_slow_contender_is_timed_once(bench, monkeypatch) -> None:
     assert {name for name, time in row["seconds"].items() if time["low"] == time["high"]} == {"ours", "eager"}
 
 
-def test_a_large_tensor_and_one_of_a_sweep_are_two(bench) -> None:
-    rows = bench("--op", "relu", "--pass", "forward", "--width", "1024", "--sizes", "large", "sweep")["rows"]
-    assert [row["sizes"] for row in rows if (row["rows"], row["cols"]) == (256, 1024)] == ["large", "sweep"]
+def test_a_large_tensor_and_a_small_one_are_two(bench, monkeypatch) -> None:
+    monkeypatch.setattr(run, "SMALL", ((256, 1024),))
+    rows = bench("--op", "relu", "--pass", "forward", "--width", "1024", "--sizes", "large", "small")["rows"]
+    assert [(row["sizes"], row["rows"], row["cols"]) for row in rows] == [("large", 256, 1024), ("small", 256, 1024)]
 
 
 def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
@@ -344,15 +343,15 @@ def test_the_ways_of_host_do_the_same(way, device) -> None:
     torch.testing.assert_close(list(gradients), list(one_call.forward_and_backward("native")()))
 
 
-@pytest.mark.parametrize("spec", host_ops.timed_specs(), ids=str)
+@pytest.mark.parametrize("spec", host.timed_specs().values(), ids=str)
 def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, device, monkeypatch) -> None:
     """Under registered_plainly, PyTorch's register_autograd is active for an op and its backward. Results and gradients
     have the same bits as with the package's registration, which is active again afterwards."""
     seen, requires_grad = list[str](), calls._requires_grad
     monkeypatch.setattr(calls, "_requires_grad", lambda name, args: seen.append(name) or requires_grad(name, args))
 
-    sample = host_ops.sample_of(spec, device)
-    function, both = host_ops.passes(spec, sample).values()
+    sample = host.sample_of(spec, device)
+    function, both = host.passes(spec, sample).values()
 
     def once() -> tuple[list[str], list[torch.Tensor]]:
         """Runs the op, and returns the names of its autograd nodes, and its outputs and gradients."""
@@ -379,37 +378,35 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, dev
     torch.testing.assert_close(plain, found, rtol=0, atol=0)
 
 
-def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(host_ops, "CALLS", 2)
-    path, threads, seen = tmp_path / "host-ops-made.json", torch.get_num_threads(), []
+def test_host_of_ops(tmp_path, device, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(host, "CALLS", 2)
+    path, threads, seen = tmp_path / "host-made.json", torch.get_num_threads(), []
     registered_plainly = host.registered_plainly
-    monkeypatch.setattr(host_ops, "registered_plainly", lambda op: seen.append(op) or registered_plainly(op))
+    monkeypatch.setattr(host, "registered_plainly", lambda op: seen.append(op) or registered_plainly(op))
     try:
         words = ["--device", device, "--rounds", "9", "--json", str(path), "--op", "mish", "add_rms_norm"]
-        assert command.main(["host_ops", *words]) == 0
+        assert command.main(["host", *words]) == 0
     finally:
         torch.set_num_threads(threads)
     found = json.loads(path.read_text())["rows"]
     assert seen == ["mish"] * 2 * 11 + ["add_rms_norm"] * 2 * 11
     measured = [(row["op"], row["pass"], row["way"]) for row in found]
-    ways = (host_ops.OURS, host_ops.PLAIN)
-    assert measured == [(op, step, way) for op in ("mish", "add_rms_norm") for step in host_ops.PASSES for way in ways]
-    ours, plain = (row["seconds"]["median"] for row in found[:2])
-    assert f"| mish | {1e6 * ours:.1f} | {1e6 * plain:.1f} | {ours / plain:.2f} |" in table(path)
-    assert "forward and backward: ours" in capsys.readouterr().out
+    ways, steps = ("function", host.PLAIN), ("forward, grad", "forward and backward")
+    assert measured == [(op, step, way) for op in ("mish", "add_rms_norm") for step in steps for way in ways]
+    forward, both = (f"{1e6 * row['seconds']['median']:.1f}" for row in found[:3:2])
+    assert f"| mish | function | {forward} | {both} |" in table(path)
+    assert "forward and backward" in capsys.readouterr().out
 
 
 def made_up() -> dict:
-    """Returns invented results: "large" ones of two widths, one also on one thread, and "sweep" ones of 3 heights."""
+    """Returns invented results: "large" ones of two widths, and a "small" one."""
     rows = []
-    shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
-    shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
-    for sizes, height, width, threads in shapes:
+    for sizes, height, width in (("large", 1024, 768), ("large", 1024, 1025), ("small", 32, 512)):
         for step in ("forward", "backward"):
             row = {"op": "rms_norm", "pass": step, "dtype": "float32", "rows": height, "cols": width}
             seconds = {name: {"low": 0.9e-6, "median": 1e-6, "high": 2e-6} for name in ("copy", "ours", "liger")}
             row |= {"run": 1, "commit": "123456789abc", "of": ["rms_norm"], "kernel": None}
-            row |= {"threads": threads, "sizes": sizes, "copy_gb_s": 10.0, "seconds": seconds}
+            row |= {"threads": 2, "sizes": sizes, "copy_gb_s": 10.0, "seconds": seconds}
             rows.append(row | {"percent_of_copy": {"ours": 90.0, "liger": 80.0}, "failed": {"quack": "wrong <&>"}})
     flat = rows[0] | {"op": "mish"}
     about = {"device": "A <machine>", "threads": 2, "torch": "2", "mib": 1, "versions": {"apex": None}}
@@ -420,19 +417,19 @@ def test_pictures(tmp_path, capsys) -> None:
     path = tmp_path / "made.json"
     results.write(path, made_up())
     assert command.main(["plot", str(path), "--out", str(tmp_path / "plots")]) == 0
-    for kind in ("widths", "flat", "size", "threads", "roofline"):
+    for kind in ("widths", "roofline"):
         stem = tmp_path / "plots" / f"made-{kind}-float32"
         text = stem.with_suffix(".svg").read_text()
-        for word in ("A &lt;machine&gt;, float32", "ours", "liger", "copy", "mish" if kind == "flat" else "rms_norm"):
+        for word in ("A &lt;machine&gt;, float32", "ours", "liger", "copy", "rms_norm"):
             assert word in text, (kind, word)
         assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     shown = ["roofline of the ops named below, each at its best width", "bandwidth of copy", "rms_norm backward"]
     shown += ["billions of arithmetic operations a second", "operations for each byte that the op must move"]
     assert [words for words in shown if words not in text] == []
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 2
     first, second = ([plot.svg(figure) for _, figure in plot.pictures(path)] for _ in range(2))
     assert first == second
-    assert [name for name, _ in plot.pictures(path, ["mish"])] == ["made-flat-float32", "made-roofline-float32"]
+    assert [name for name, _ in plot.pictures(path, ["mish"])] == ["made-roofline-float32"]
 
 
 def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> None:
@@ -442,7 +439,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
     run.show(Console(width=200), made_up(), [row])
     printed = capsys.readouterr().out
     results.write(tmp_path / "made.json", made_up() | {"rows": [row]})
-    text, page = table(tmp_path / "made.json"), report.page(tmp_path / "made.json")
+    text = table(tmp_path / "made.json")
     slower = copy.deepcopy(row)
     slower["call_seconds"]["ours"] = {"low": 1e-4, "median": 2e-4, "high": 3e-4}
     found = compare.changes(*(made_up() | {"rows": [each]} for each in (row, slower)))
@@ -451,7 +448,6 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
     for (_, title), figure in zip(results.OTHERS, ("7.0", "9.0"), strict=True):
         assert title in printed and f" {figure}" in printed
         assert f"Small tensors, microseconds, {title}:" in text and f"| {figure} |" in text
-        assert f"<h2>The same, {title}</h2>" in page and f">{figure} (1.0 to 80.0)<" in page
 
 
 @pytest.mark.parametrize("name", ["h200-norms", "cpu"])
@@ -467,7 +463,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
 
 def test_points_lie_inside_their_axes() -> None:
     """The plots of forward and backward have the same axis limits, and all points of both plots lie within them."""
-    for name in ("h200-norms", "h200", "cpu"):
+    for name in ("h200-norms", "h200", "h200-scans", "cpu"):
         for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
             for axes in (each for each in figure.axes if each.lines):
                 low, high = axes.get_ylim()
@@ -485,25 +481,12 @@ def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
         assert row["percent_of_copy"]["ours"] == pytest.approx(100 * share, rel=1e-5)
 
 
-def test_report(tmp_path) -> None:
-    path, page = tmp_path / "made.json", tmp_path / "made.html"
-    results.write(path, made_up())
-    assert command.main(["report", str(path), "--out", str(page)]) == 0
-    text = page.read_text()
-    assert "A &lt;machine&gt;" in text and "wrong &lt;&amp;&gt;" in text and "absent" in text
-    assert text.count("<svg") == 5 and text.count("<tr>") == 1 + 13
-    assert text.index("<svg") < text.index("<table") and text.rindex("</svg>") < text.index("<table")
-    for unit in ("copy, GB/s, us", "ours, % of copy, us", "liger, % of copy, us"):
-        assert f"<th>{unit}</th>" in text
-    assert text.count('class="best"') >= 13  # each row marks its fastest time, or both times if they are equal
-    assert "src=" not in text and "@import" not in text
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
         (["--rounds", "8"], "at least 9"),
         (["--op", "other"], "invalid choice: 'other'"),
+        (["--device", "cpu", "--plans"], "argument --plans: of a GPU's kernels, and the device is cpu"),
         (["compare", "a.json"], "the following arguments are required: after"),
     ],
 )
@@ -526,51 +509,38 @@ def test_a_file_that_is_none(tmp_path, text, message) -> None:
         command.main(["compare", str(path), str(path)])
 
 
-def test_shapes_of_the_norms(tmp_path: Path, monkeypatch, capsys) -> None:
-    """norm_plans times each kernel shape that fits a width with only this shape allowed, and then allows all again."""
-    allowed = []
-    allow = norm_plans.allow
+def test_shapes_of_the_norms(monkeypatch) -> None:
+    """--plans times each kernel shape that fits a width, with only this shape allowed in its calls, forward and
+    backward. Between the calls all shapes are allowed."""
+    call_of, picked = run.call_of, []
 
-    def take_turns(calls, device, rounds, ready):
-        allowed.clear()
-        for name in calls:
-            monkeypatch.setattr(norm_plans, "allow", lambda shapes: allowed.append(shapes) or allow(shapes))
-            ready(name)
-            if name != "copy":
-                assert norm_plans.plan_of(case)["shape"] == name
-        return {name: {"median": 1e-3 * (index + 1)} for index, name in enumerate(calls)}
+    def noted(case, *others):
+        call = call_of(case, *others)
+        return lambda: picked.append(norm_plans.shape_of(case)) or call()
 
-    monkeypatch.setattr(norm_plans, "take_turns", take_turns)
-    (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
-    for backward, cols, names in ((False, 1024, {"row"}), (True, 4096, {"persistent", "pipeline"})):
-        case = run.Case(spec, "bfloat16", 5000, cols, backward, None, "large")
-        before = norm_plans.plan_of(case)
-        lines = list(norm_plans.measure(case, "cpu", 9))
-        assert {line["kernel"] for line in lines} == names and len(lines) > 2
-        assert allowed == [norm_plans.ALL, *(1 << line["shape"] for line in lines), norm_plans.ALL]
-        assert [line["is_picked"] for line in lines].count(True) == 1
-        assert [line["percent_of_copy"] for line in lines[:2]] == ["50.0", "33.3"]
-        assert norm_plans.plan_of(case) == before
-        assert set(lines[0]) == set(norm_plans.COLUMNS)
-
-
-def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        command.main(["norm_plans"])
-    assert "no GPU" in capsys.readouterr().err
-
-
-def test_the_command_of_the_norms_shapes_gives_its_cases(monkeypatch) -> None:
+    monkeypatch.setattr(run, "call_of", noted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (words,) = re.findall(r"`python -m benchmarks norm_plans (--[^`]*)`", COMMANDS["norm-plans-h100.csv"])
-    with (results.PUBLISHED / "norm-plans-h100.csv").open() as file:
-        rows = [
-            [row[name] for name in norm_plans.COLUMNS[:5]]
-            for row in csv.DictReader(line for line in file if line[0] != "#")
-        ]
-    asked = [list(map(str, case.head().values()))[:5] for case in run.cases(norm_plans.parse(words.split()))]
-    assert [*dict.fromkeys(map(tuple, rows))] == [*map(tuple, asked)]
+    words = ["--plans", "--op", "layer_norm", "mish", "--dtype", "bfloat16", "--width", "1024", "4096", "--mib", "40"]
+    options = run.parse(words)
+    cases = list(run.cases(options))
+    assert [(case.spec.name, case.cols) for case in cases] == [
+        ("layer_norm", cols) for cols in (1024, 1024, 4096, 4096)
+    ]
+    options.device = "cpu"
+    for case, names in ((cases[0], {"row"}), (cases[3], {"persistent", "pipeline"})):
+        before = norm_plans.shape_of(case)
+        picked.clear()
+        calls, _, failed = run.prepare(case, options, [])
+        shapes = [int(name.removeprefix("plan ")) for name in calls if name not in ("copy", "ours")]
+        assert not failed and picked == [before, *shapes] and before in shapes and len(shapes) > 2
+        for name, call in calls.items():
+            call()
+            assert name in ("copy", "ours") or name == f"plan {picked[-1]}"
+        kernels_of = set()
+        for shape in shapes:
+            with norm_plans.allowed(shape):
+                kernels_of.add(info.norm_plan("layer_norm", "bfloat16", case.rows, case.cols, case.backward)["kernel"])
+        assert kernels_of == names and norm_plans.shape_of(case) == before
 
 
 COMMANDS = dict(re.findall(r"(?m)^\| `([\w-]+\.\w+)` \| (.*) \|$", (results.PUBLISHED / "README.md").read_text()))

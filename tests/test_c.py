@@ -141,8 +141,9 @@ def compile_program(build: str, folder: Path, levels: Collection[str], everythin
     those of `build` if `everything` is set."""
     compiler = build_library.compiler("CC", "cc", "gcc")
     include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
-    optimised = ["-O2", *build_library.c_optimise(compiler)]
-    common = [*compiler, *build_library.c_flags(compiler), *build_library.COMMON_FLAGS]
+    of_every_file, optimise = build_library.c_flags(compiler)
+    optimised = ["-O2", *optimise]
+    common = [*compiler, *of_every_file, *build_library.COMMON_FLAGS]
     flags = {"plain": [*common, *optimised], "sanitized": [*common, *BUILDS["sanitized"]]}
     headers = sorted(path for place in (build_library.CSRC, SOURCES) for path in place.rglob("*.h"))
     version = subprocess.run([*compiler, "--version"], capture_output=True).stdout

@@ -66,7 +66,7 @@ def test_kernels_are_paired_by_name_and_then_by_code():
         ({"norm::row": [("A",)]}, ["--rename", "norm_cuda=norm"], 0),
         ({"norm::line": [("A",)]}, [], 0),
         ({"norm_cuda::row": [("B",)]}, [], 1),
-        ({"norm_cuda::row": [("B",)], "sum": [("C",)]}, ["--match", "sum"], 1),
+        ({"norm_cuda::row": [("A",)], "sum": [("C",)]}, [], 1),
     ],
 )
 def test_exit_status(after, arguments, status, tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import LIBRARY
+
 OLDEST_GPU = (7, 5)
 # The oldest NVIDIA driver that runs programs of a major CUDA version.
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -157,20 +159,16 @@ def cuda_problem(build: Build, machine: Machine) -> str | None:
 # ---- finding out ----
 
 
-def library() -> Path:
-    return Path(__file__).parents[1] / "libextension_cpp.so"
-
-
 def ask_library(question: str, *arguments: Any) -> str:
     """Calls the library's C function extension_cpp_<question>, which returns a string."""
-    function = getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")
+    function = getattr(ctypes.CDLL(str(LIBRARY)), f"extension_cpp_{question}")
     function.restype = ctypes.c_char_p
     return function(*arguments).decode()
 
 
 def ask_library_number(question: str) -> int:
     """Calls the library's C function extension_cpp_<question>, which takes no arguments and returns a number."""
-    return int(getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")())
+    return int(getattr(ctypes.CDLL(str(LIBRARY)), f"extension_cpp_{question}")())
 
 
 def read_build() -> Build:
@@ -181,7 +179,7 @@ def read_build() -> Build:
 def search_build() -> Build | None:
     """Returns what a library that cannot be loaded was built for, or None. The text is searched in the file's bytes."""
     try:
-        match = re.search(rb"cuda=\S+ architectures=\S+ cpu=\S+ debug=[01]", library().read_bytes())
+        match = re.search(rb"cuda=\S+ architectures=\S+ cpu=\S+ debug=[01]", LIBRARY.read_bytes())
     except OSError:
         return None
     return parse_build(match[0].decode()) if match else None
@@ -227,7 +225,7 @@ def _driver_cuda() -> str | None:
     return None if failed or not value.value else f"{value.value // 1000}.{value.value % 1000 // 10}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     match = _search(r"^model name\s*: (.+)$", "/proc/cpuinfo")
     return match[1] if match else platform.machine()
 
@@ -285,7 +283,7 @@ def run_plan(op: str, dtype: str, rows: int, cols: int, backward: bool, weights:
 
 
 def _built_lines(build: Build | None) -> list[str]:
-    lines = [f"library        {library()}"]
+    lines = [f"library        {LIBRARY}"]
     if build is None:
         return [*lines, "               there is no such file, or it does not say what it is"]
     cuda = f"{build.cuda}, for {', '.join(build.architectures)}" if build.cuda else "none: CPU only"
@@ -303,7 +301,7 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
     libc = " ".join(platform.libc_ver()).strip()
     known = f" (knows CUDA up to {machine.driver_cuda})" if machine.driver_cuda else ""
     lines = [
-        f"CPU            {_cpu_name()}, {os.cpu_count()} logical cores",
+        f"CPU            {cpu_name()}, {os.cpu_count()} logical cores",
         f"instructions   {f'{level} runs{lowered}' if level else 'unknown: the library is not loaded'}",
         f"C library      {libc or 'not glibc'}",
         f"NVIDIA driver  {f'{machine.driver}{known}' if machine.driver else 'none'}",
