@@ -88,7 +88,7 @@ register("muladd_backward", fake=pointwise.muladd_backward_fake, backward=pointw
 # ---- scale_bias_relu ----
 
 register("scale_bias_relu", fake=pointwise.SCALE_BIAS_RELU.fake, backward=pointwise.SCALE_BIAS_RELU.backward,
-         plain=pointwise.scale_bias_relu_plain, nested=BY_ROWS, sharding=rules.with_bias)
+         plain=reference.scale_bias_relu, nested=BY_ROWS, sharding=rules.with_bias)
 register("scale_bias_relu_backward", fake=pointwise.SCALE_BIAS_RELU.backward_fake,
          setup_context=pointwise.scale_bias_relu_backward_setup_context, backward=pointwise.scale_bias_relu_second,
          plain=pointwise.scale_bias_relu_backward_plain, sharding=rules.with_bias_backward)
