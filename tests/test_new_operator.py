@@ -19,6 +19,7 @@ from extension_cpp.command import generate, generate_python, generate_shim, gene
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
+from tests.generated import Fit
 from tests.opspec import Sample, indices_below
 from tests.test_scaffold import contents, lint, run, run_python, with_objects
 
@@ -342,7 +343,7 @@ def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str]
 def samples_of(shape: tuple[int, ...], *words: str) -> list[Any]:
     """Returns the arguments of the samples that the spec of a schema makes for a shape."""
     text = generate_tests.spec(operator_of(*words))
-    names: dict[str, Any] = {"Sample": Sample, "torch": torch, "indices_below": indices_below}
+    names: dict[str, Any] = {"Fit": Fit, "Sample": Sample, "torch": torch, "indices_below": indices_below}
     exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]  # each spec has it
     return [sample.args for sample in names["sample_inputs"](torch.ones, shape)]
 

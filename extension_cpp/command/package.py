@@ -27,7 +27,7 @@ SHARED += ["extension_cpp/command/__init__.py"]
 SHARED += ["extension_cpp/functional/__init__.py", "extension_cpp/registration/*.py"]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*.h", "extension_cpp/csrc/common/*/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
-SHARED += ["tests/opspec.py", "tests/specs/__init__.py", "tests/battery/*.py"]
+SHARED += ["tests/generated.py", "tests/opspec.py", "tests/specs/__init__.py", "tests/battery/*.py"]
 SHARED += ["tests/test_judge.py", "tests/test_library.py", "tests/guarded.py", "tests/c/guarded_allocator.c"]
 # The file of a new package that lists the copied files, with their digests when they were written and the version of
 # extension_cpp that they come from.

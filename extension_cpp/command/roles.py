@@ -150,11 +150,11 @@ def describe(
 # Names that the generated files use for variables of their own, in scopes where arguments and results are variables.
 RESERVED = {
     "args",
-    "batch",
     "call",
     "checks",
     "ctx",
     "dtype",
+    "fit",
     "i",
     "inputs",
     "items",
