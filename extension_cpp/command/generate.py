@@ -4,10 +4,10 @@ The module also has the functions that the generators of the other files share. 
 write zeros into all outputs. tree.laid_out() formats the C code later.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .roles import C_TYPES, MOST, Operand, Operator, parts, words_of
+from .roles import C_TYPES, MOST, Operand, Operator, Part, parts, words_of
 from .schema import Argument
 
 # Marks the place for the formula. If a result is wrong, tests/judge.py names the lines that still have this mark.
@@ -126,25 +126,39 @@ def in_backward(operator: Operator) -> dict[str, str]:
     return known | {name: f"{name}_sizes" for name in operator.sizes_of}
 
 
-def tensors_in(expression: str, operator: Operator) -> set[str]:
-    """Returns the operands whose sizes a shape expression uses, directly or through the shape of a result."""
-    found: set[str] = set()
+def resolved(expression: str, operator: Operator) -> list[Part]:
+    """Returns the parts of a shape expression, with those of a result's shape in place of the result."""
+    found: list[Part] = []
     for part in parts(expression, operator):
-        if part.tensor in operator.results:
-            found |= tensors_in(operator.results[part.tensor].shape, operator)
-        elif part.tensor:
-            found.add(part.tensor)
+        result = operator.results.get(part.tensor)
+        found += [part] if result is None else resolved(result.shape, operator)
     return found
 
 
+def checked_gradients(operator: Operator) -> Iterator[tuple[Operand, str, str]]:
+    """Yields each gradient of a result that backward checks by the sizes it knows, with the result's shape and name."""
+    known = in_backward(operator)
+    for result, grad in zip(operator.differentiable_results, grads_out(operator), strict=True):
+        used = {part.tensor for part in resolved(result.shape, operator) if part.tensor}
+        if not grad.shape and used <= known.keys():
+            yield grad, result.shape, result.name
+
+
+def backward_arguments(operator: Operator) -> list[Argument]:
+    """Returns the arguments of backward: the results' gradients, what is saved, sizes of what is not, and numbers."""
+    tensors = [*grads_out(operator), *saved(operator)]
+    return [
+        *(Argument(each.name, "Tensor", each.is_optional) for each in tensors),
+        *(Argument(f"{name}_sizes", "SymInt", operator.operands[name].is_optional, True) for name in operator.sizes_of),
+        *(replace(each, default=None) for each in operator.schema.numbers),
+    ]
+
+
 def backward_schema(operator: Operator) -> str:
-    grads = [f"Tensor grad_{each.name}" for each in operator.differentiable_results]
-    kept = [f"Tensor{'?' if each.is_optional else ''} {each.name}" for each in saved(operator)]
-    sizes = [f"SymInt[]{'?' if operator.operands[name].is_optional else ''} {name}_sizes" for name in operator.sizes_of]
-    numbers = [f"{each.kind} {each.name}" for each in operator.schema.numbers]
     made = [f"Tensor grad_{name}" for name in operator.grads]
     results = f"({', '.join(made)})" if len(made) > 1 else "Tensor"
-    return f"{operator.name}_backward({', '.join([*grads, *kept, *sizes, *numbers])}) -> {results}"
+    arguments = ", ".join(each.text for each in backward_arguments(operator))
+    return f"{operator.name}_backward({arguments}) -> {results}"
 
 
 def forward_schema(operator: Operator) -> str:

@@ -4,33 +4,33 @@ import re
 from collections.abc import Iterable
 
 from .generate import (
+    backward_arguments,
     backward_inputs,
     bounds,
+    checked_gradients,
     grads_out,
     in_backward,
+    resolved,
     saved,
     schemas_of,
-    tensors_in,
 )
-from .roles import Operand, Operator, Part, parts
+from .roles import Operand, Operator, Part
 from .schema import Argument
 
 
 def _annotation(argument: Argument) -> str:
     kind = {"SymInt": "int"}.get(argument.type, argument.type)
-    return (f"Sequence[{kind}]" if argument.is_list else kind) + _or_none(argument)
+    return (f"Sequence[{kind}]" if argument.is_list else kind) + (" | None" if argument.is_optional else "")
 
 
-def _or_none(each: Argument | Operand) -> str:
-    return " | None" if each.is_optional else ""
+def _typed(arguments: Iterable[Argument]) -> list[str]:
+    return [f"{each.name}: {_annotation(each)}" for each in arguments]
 
 
 def _parameters(operator: Operator, *outs: str, defaults: bool = False) -> str:
-    parameters = (
-        f"{each.name}: {_annotation(each)}" + (f" = {each.value!r}" if defaults and each.default else "")
-        for each in operator.schema.arguments
-    )
-    return operator.schema.listed(parameters, *outs)
+    arguments = operator.schema.arguments
+    values = (f" = {each.value!r}" if defaults and each.default else "" for each in arguments)
+    return operator.schema.listed(map("".join, zip(_typed(arguments), values, strict=True)), *outs)
 
 
 def _names(operator: Operator, by_keyword: bool = True) -> str:
@@ -67,17 +67,15 @@ def _lengths(operator: Operator) -> list[str]:
 
 def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
     """Translates a shape expression to Python. `known` maps names of tensors to Python expressions of their sizes."""
-    made = [_python_part(part, operator, known) for part in parts(expression, operator)]
+    made = [_python_part(part, known) for part in resolved(expression, operator)]
     if len(made) == 1 and made[0].startswith("*"):
         return made[0][1:]
     return f"[{', '.join(made)}]"
 
 
-def _python_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
+def _python_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return part.number.replace("?", "unknown_size")
-    if part.tensor not in known:
-        return f"*{python_shape(operator.results[part.tensor].shape, operator, known)}"
     sizes = known[part.tensor]
     if part.is_size:
         return f"{sizes}[{part.begin}]"
@@ -235,18 +233,13 @@ def _new(operand: Operand, like: str, shape: str) -> str:
 
 def _backward_fake(operator: Operator) -> str:
     op = f"{operator.name}_backward"
-    kept, grads = saved(operator), grads_out(operator)
-    parameters = [f"{each.name}: Tensor" for each in grads]
-    parameters += [f"{each.name}: Tensor{_or_none(each)}" for each in kept]
-    parameters += [f"{name}_sizes: Sequence[int]{_or_none(operator.operands[name])}" for name in operator.sizes_of]
-    parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
     known = {name: text.replace(".sizes()", ".shape") for name, text in in_backward(operator).items()}
-    text = f"def {op}_fake({', '.join(parameters)}) -> {_results_type(len(operator.grads))}:\n"
+    parameters = ", ".join(_typed(backward_arguments(operator)))
+    text = f"def {op}_fake({parameters}) -> {_results_type(len(operator.grads))}:\n"
     text += body([*_matches(op, backward_inputs(operator)), *_lengths(operator)])
-    for result, grad in zip(operator.differentiable_results, grads, strict=True):
-        if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
-            sizes = python_shape(result.shape, operator, known)
-            text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}")'])
+    for grad, shape, result in checked_gradients(operator):
+        sizes = python_shape(shape, operator, known)
+        text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}")'])
     first = backward_inputs(operator)[0].name
     made = []
     for name in operator.grads:
@@ -357,16 +350,13 @@ def stub(operator: Operator) -> str:
         return ""
     count = len(operator.results)
     arguments = operator.schema.arguments
-    parameters = [f"{each.name}: {_annotation(each)}" for each in arguments]
+    parameters = _typed(arguments)
     for place in reversed(range(len(arguments))):  # by position, a default before an argument without one is none
         if arguments[place].default is None:
             break
         parameters[place] += " = ..."
     text = f"def {operator.name}({', '.join(parameters)}, /) -> {_results_type(count)}: ...\n"
-    kept = [f"{each.name}: Tensor{_or_none(each)}" for each in saved(operator)]
-    parameters = [*(f"{each.name}: Tensor" for each in grads_out(operator)), *kept]
-    parameters += [f"{name}_sizes: Sequence[int]{_or_none(operator.operands[name])}" for name in operator.sizes_of]
-    parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
+    parameters = _typed(backward_arguments(operator))
     results = _results_type(len(operator.grads))
     return text + f"def {operator.name}_backward({', '.join(parameters)}, /) -> {results}: ...\n"
 

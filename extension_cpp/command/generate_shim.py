@@ -1,19 +1,22 @@
 """Generates the shim of an operator for `new --schema`: schemas, checks, allocation and registration."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from .generate import (
     NUMBER_TYPES,
     Launch,
+    backward_arguments,
     bounds,
-    grads_out,
+    checked_gradients,
     in_backward,
     is_open,
     launches,
     lines,
-    saved,
+    resolved,
     schemas_of,
-    tensors_in,
 )
-from .roles import Operand, Operator, Part, parts
+from .roles import Operand, Operator, Part
 from .schema import Argument
 
 SCALAR_TYPES = {
@@ -30,15 +33,13 @@ SCALAR_TYPES = {
 
 def cpp_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
     """Translates a shape expression to C++. `known` maps names of tensors to C++ expressions of their sizes."""
-    made = [_cpp_part(part, operator, known) for part in parts(expression, operator)]
+    made = [_cpp_part(part, known) for part in resolved(expression, operator)]
     return made[0] if len(made) == 1 and made[0][0] != "{" else f"joined({{{', '.join(made)}}})"
 
 
-def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
+def _cpp_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return f"{{{part.number.replace('?', 'unknown_size')}}}"
-    if part.tensor not in known:  # it is a result, whose shape is again an expression
-        return cpp_shape(operator.results[part.tensor].shape, operator, known)
     sizes = known[part.tensor]
     if part.is_size:
         return f"{{size_of({sizes}, {part.begin})}}"
@@ -64,21 +65,15 @@ def _scalar(operand: Operand) -> str:
     return "dtype" if operand.dtype == "same" else f"ScalarType::{SCALAR_TYPES[operand.dtype]}"
 
 
-def _parameter(operand: Operand, of_list: bool = False) -> str:
-    """Returns the declaration of a C++ parameter.
-
-    For a list, the parameter is the whole list if `of_list`, and otherwise the one tensor of it that a launch gets.
-    """
-    is_list = of_list and operand.is_list
-    kind = "std::optional<Tensor>" if operand.is_optional else "std::vector<Tensor>" if is_list else "Tensor"
-    return f"const {kind} &{operand.name}"
+def _parameters(arguments: Iterable[Argument]) -> str:
+    return ", ".join(map(_parameter, arguments))
 
 
-def _number(argument: Argument) -> str:
-    kind = NUMBER_TYPES[argument.type]
+def _parameter(argument: Argument) -> str:
+    kind = "Tensor" if argument.is_tensor else NUMBER_TYPES[argument.type]
     kind = f"std::vector<{kind}>" if argument.is_list else kind
     kind = f"std::optional<{kind}>" if argument.is_optional else kind
-    return f"const {kind} &{argument.name}" if argument.is_list else f"{kind} {argument.name}"
+    return f"const {kind} &{argument.name}" if argument.is_tensor or argument.is_list else f"{kind} {argument.name}"
 
 
 def _returned(names: list[str]) -> str:
@@ -236,16 +231,16 @@ def _named(operand: Operand) -> str:
     return f'("{name}" + place).c_str(), {name}[i]' if operand.is_list else f'"{name}", {name}'
 
 
-def _with_out(operator: Operator, parameters: list[str]) -> str:
+def _with_out(operator: Operator) -> str:
     """Returns the functions of an operator with an overload .out: one computes into given tensors, and two call it."""
-    outs = [*operator.results.values()]
+    outs, parameters = [*operator.results.values()], _parameters(operator.schema.arguments)
     given = ", ".join([*(each.name for each in operator.schema.arguments), *operator.results])
-    with_outs = ", ".join([*parameters, *map(_parameter, outs)])
+    with_outs = ", ".join([parameters, *(f"const Tensor &{name}" for name in operator.results)])
     launch = launches(operator)[0]
     text = f"static void compute(const Match &match, {with_outs}) {{\n"
     text += f'  const char *op = "{operator.name}";\n  const dtype_t dtype = match.dtype();\n'
     text += _call(launch, _items(operator, launch), "") + "}\n\n"
-    text += f"static {_result_type(len(outs))} forward({', '.join(parameters)}) {{\n"
+    text += f"static {_result_type(len(outs))} forward({parameters}) {{\n"
     text += _checks(operator) + _allocated(operator).replace(" dtype,", " match.dtype(),")
     text += f"  compute(match, {given});\n  return {_returned([*operator.results])};\n}}\n\n"
     text += f"static void forward_out({with_outs}) {{\n" + _checks(operator)
@@ -289,27 +284,19 @@ def _one_call(operator: Operator) -> str:
 
 
 def _forward(operator: Operator) -> str:
-    count = len(operator.results)
-    parameters = [
-        _parameter(operator.operands[each.name], of_list=True) if each.is_tensor else _number(each)
-        for each in operator.schema.arguments
-    ]
+    count, arguments = len(operator.results), operator.schema.arguments
     if operator.schema.has_out:
-        return _with_out(operator, parameters)
+        return _with_out(operator)
     if not operator.schema.has_lists:
-        text = f"static {_result_type(count)} forward({', '.join(parameters)}) {{\n"
+        text = f"static {_result_type(count)} forward({_parameters(arguments)}) {{\n"
         return text + _checks(operator) + _one_call(operator)
-    singles = [
-        _parameter(operator.operands[each.name]) if each.is_tensor else _number(each)
-        for each in operator.schema.arguments
-    ]
+    singles = (replace(each, is_list=False) if each.is_tensor else each for each in arguments)
     text = "// Reads and writes one tensor of each list.\n"
-    text += f"static {_result_type(count)} one(const Match &match, {', '.join(singles)}) {{\n"
+    text += f"static {_result_type(count)} one(const Match &match, {_parameters(singles)}) {{\n"
     text += f'  const char *op = "{operator.name}";\n' + _one_call(operator)
-    text += f"\nstatic {_result_type(count, 'std::vector<Tensor>')} forward({', '.join(parameters)}) {{\n"
+    text += f"\nstatic {_result_type(count, 'std::vector<Tensor>')} forward({_parameters(arguments)}) {{\n"
     text += _checks(operator) + lines(f"std::vector<Tensor> {name};" for name in operator.results)
-    lists = {each.name for each in operator.operands.values() if each.is_list}
-    given = (f"{each.name}[i]" if each.name in lists else each.name for each in operator.schema.arguments)
+    given = (f"{each.name}[i]" if each.is_tensor and each.is_list else each.name for each in arguments)
     text += f"  for (size_t i = 0; i < {operator.first}.size(); ++i) {{\n"
     call = f"one(match, {', '.join(given)})"
     made = ", ".join(f"{name}_i" for name in operator.results)
@@ -321,19 +308,13 @@ def _forward(operator: Operator) -> str:
 
 def _backward(operator: Operator) -> str:
     launch = launches(operator)[1]
-    grads, kept, known = grads_out(operator), saved(operator), in_backward(operator)
-    parameters = [*map(_parameter, [*grads, *kept])]
-    for name in operator.sizes_of:
-        kind = "std::optional<std::vector<int64_t>>" if operator.operands[name].is_optional else "std::vector<int64_t>"
-        parameters.append(f"const {kind} &{name}_sizes")
-    parameters += [_number(each) for each in operator.schema.numbers]
-    text = f"static {_result_type(len(launch.outputs))} backward({', '.join(parameters)}) {{\n"
+    parameters = _parameters(backward_arguments(operator))
+    text = f"static {_result_type(len(launch.outputs))} backward({parameters}) {{\n"
     text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n'
     text += _matches(launch.inputs) + _lengths(operator)
-    for result, grad in zip(operator.differentiable_results, grads, strict=True):
-        if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
-            sizes = cpp_shape(result.shape, operator, known)
-            text += f'  match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}");\n'
+    for grad, shape, result in checked_gradients(operator):
+        sizes = cpp_shape(shape, operator, in_backward(operator))
+        text += f'  match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}");\n'
     first = launch.inputs[0].name
     text += "  const dtype_t dtype = match.dtype();\n"
     for name, made in zip(operator.grads, launch.outputs, strict=True):
