@@ -7,8 +7,9 @@ write zeros into all outputs. tree.laid_out() formats the C code later.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .roles import C_TYPES, MOST, Operand, Operator, Part, parts, words_of
+from .roles import C_TYPES, MOST, Operand, Operator
 from .schema import Argument
+from .shapes import Part, parts, words_of
 
 # Marks the place for the formula. If a result is wrong, tests/judge.py names the lines that still have this mark.
 MARK = "WRITE THE FORMULA HERE: so far these are zeros."
@@ -129,7 +130,7 @@ def in_backward(operator: Operator) -> dict[str, str]:
 def resolved(expression: str, operator: Operator) -> list[Part]:
     """Returns the parts of a shape expression, with those of a result's shape in place of the result."""
     found: list[Part] = []
-    for part in parts(expression, operator):
+    for part in parts(expression):
         result = operator.results.get(part.tensor)
         found += [part] if result is None else resolved(result.shape, operator)
     return found

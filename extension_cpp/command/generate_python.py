@@ -14,8 +14,9 @@ from .generate import (
     saved,
     schemas_of,
 )
-from .roles import Operand, Operator, Part
+from .roles import Operand, Operator
 from .schema import Argument
+from .shapes import Part
 
 
 def _annotation(argument: Argument) -> str:
@@ -123,28 +124,31 @@ def docstring(operator: Operator) -> str:
     return text + "Not differentiable.\n"
 
 
+# The imports of the module in their groups, each with a pattern of the code that needs it.
+IMPORTS = (
+    {"from collections.abc import Sequence": r"\bSequence\b", "from typing import Any": r"\bAny\b"},
+    {"import torch": r"\btorch\.(?!fx\b)", "from torch import Tensor": r"\bTensor\b"},  # a comment names torch.fx
+    {
+        "from .. import _ops, reference": r"\b_ops\.",
+        "from ..registration import checks": r"\bchecks\.",
+        "from ..registration.autograd import Gradients": r"\bGradients\b",
+        "from ..registration.calls import call": r"\bcall\(",
+    },
+)
+
+
+def _imports(code: str) -> str:
+    groups = ["".join(f"{line}\n" for line, use in group.items() if re.search(use, code)) for group in IMPORTS]
+    names = [name for name in ("BOOL", "FLOATING", "INT64", "SAME", "Match") if re.search(rf"\b{name}\b", code)]
+    groups[-1] += f"from ..registration.match import {', '.join(names)}\n"
+    return "\n".join(filter(None, groups))
+
+
 def functional(operator: Operator) -> str:
     name = operator.name
-    operands = [*operator.operands.values()]
-    dtypes = {_dtypes(each, number == 0) for number, each in enumerate(operands)}
-    checked = backward_inputs(operator) if operator.grads else []
-    dtypes |= {_dtypes(each, number == 0) for number, each in enumerate(checked)}
-    dtypes |= {_dtypes(each, False) for each in operator.results.values() if operator.schema.has_out}
-    imported = sorted(each for each in dtypes if not each.startswith("("))
-    text = f'"""{name}: the public function, and what ops.py registers for its operators."""\n\n'
-    has_lists = any(each.is_list for each in operator.schema.arguments)
-    text += "from collections.abc import Sequence\n" if operator.sizes_of or has_lists else ""
-    text += "from typing import Any\n" if operator.grads else ""
-    text += "\n" if operator.grads or has_lists else ""
-    text += "from torch import Tensor\n\n"
-    text += "from .. import _ops, reference\n" if operator.grads else ""
-    text += "from ..registration import checks\n" if operator.written or operator.schema.has_out else ""
-    text += "from ..registration.autograd import Gradients\n" if operator.grads else ""
-    text += "from ..registration.calls import call\n" if not operator.grads or operator.schema.has_out else ""
-    text += f"from ..registration.match import {', '.join([*imported, 'Match'])}\n\n\n"
     results = _results_type(len(operator.results), operator.schema.gives_lists)
     outs = [f"out: {results} | None = None"] if operator.schema.has_out else []
-    text += f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
+    text = f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
     quoted = '"""' + docstring(operator) + '"""'
     text += body(quoted.splitlines())
     call = f'call("{name}", {_names(operator)})'
@@ -164,9 +168,8 @@ def functional(operator: Operator) -> str:
     text += _fake(operator) + (_out_fake(operator) if operator.schema.has_out else "")
     if operator.grads:
         text += _backward_fake(operator) + _setup_context(operator) + _backward(operator) + _plain(operator)
-    if "torch." in text.replace("torch.fx", ""):  # the generated comment about torch.fx needs no import
-        text = text.replace("from torch import Tensor\n", "import torch\nfrom torch import Tensor\n")
-    return text.rstrip("\n") + "\n"
+    title = f'"""{name}: the public function, and what ops.py registers for its operators."""'
+    return f"{title}\n\n{_imports(text)}\n\n{text.rstrip()}\n"
 
 
 def _fake(operator: Operator) -> str:

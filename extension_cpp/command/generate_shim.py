@@ -16,8 +16,9 @@ from .generate import (
     resolved,
     schemas_of,
 )
-from .roles import Operand, Operator, Part
+from .roles import Operand, Operator
 from .schema import Argument
+from .shapes import Part
 
 SCALAR_TYPES = {
     "float64": "Double",

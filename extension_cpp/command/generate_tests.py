@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from .generate import is_open
 from .generate_python import body
-from .roles import MOST, Operand, Operator, Part, parts, words_of
+from .roles import MOST, Operand, Operator
 from .schema import Argument
+from .shapes import Part, parts, words_of
 
 # The values of number arguments by type. The first sample has the default, or VALUES without one. The second has the
 # first of OTHERS that differs from it.
@@ -145,7 +146,7 @@ def _fit(operator: Operator) -> list[str]:
     pattern = operator.operands[operator.first].shape
     known, texts = {*words_of(pattern)}, [f'fit = Fit(shape, "{pattern}")']
     for each in (each for each in operator.operands.values() if each.below):
-        part = parts(f"[{each.below}]", operator)[0]
+        part = parts(f"[{each.below}]")[0]
         bound, shape = _word(part, operator), _shape(each, operator)
         if operator.written and bound.isidentifier() and bound not in known:
             texts.append(f'fit["{bound}"] = torch.Size({shape}).numel() + 1')
@@ -207,7 +208,7 @@ def _index(operand: Operand, operator: Operator) -> list[str]:
 
     A shape for which no value is below the bound gets no sample.
     """
-    part = parts(f"[{operand.below}]", operator)[0]
+    part = parts(f"[{operand.below}]")[0]
     below = f"{part.tensor}.shape[{part.begin}]" if part.tensor else part.number
     drawn = f"{_shape(operand, operator)}, {below}, number{', different=True' if operator.written else ''}"
     made = f"{operand.name} = indices_below({drawn}).to({operator.first}.device)"
