@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from .errors import CannotMake
 from .tree import TREE
 
 
@@ -24,7 +25,7 @@ class NotRun(Exception):
     """Says why a check does not apply to this operator."""
 
 
-class CannotCheck(Exception):
+class CannotCheck(CannotMake):
     """Says in one sentence why nothing can be checked."""
 
 

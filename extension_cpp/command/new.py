@@ -65,7 +65,7 @@ def add_remove(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     remove.add_argument("name", metavar="NAME", help="the op")
     add_place(remove)
-    remove.set_defaults(run=run_remove)
+    remove.set_defaults(run=lambda options: remove_op(options.name))
 
 
 def add_schema(command: argparse.ArgumentParser) -> None:
@@ -105,26 +105,15 @@ def described(options: argparse.Namespace, name: str | None) -> Operator | None:
     return roles.describe(parsed, *words, options.grad, options.save, options.work or "flat")
 
 
-def run_new(options: argparse.Namespace) -> int:
-    status = run_elsewhere(options)
-    if status is not None:
-        return status
+def run_new(options: argparse.Namespace) -> None:
     operator = described(options, options.name)
     if operator is None:
         raise CannotMake("expected --schema: a package has no templates")
     new(from_schema(operator), UNWRITTEN)
-    return 0
-
-
-def run_remove(options: argparse.Namespace) -> int:
-    status = run_elsewhere(options)
-    if status is None:
-        remove(options.name)
-    return status or 0
 
 
 def run_elsewhere(options: argparse.Namespace) -> int | None:
-    """Runs the command of the user's repository and returns its exit status, or None if that is this repository."""
+    """Runs the command of the tree to change and returns its exit status, or None if that is this tree."""
     place = options.place.resolve()
     found = tree.tree_of(place)
     if found is None:
@@ -152,7 +141,8 @@ def dispatch(parser: Parser, words: Sequence[str] | None) -> int:
         parser.error(f"expected one of the commands {', '.join(options.commands)}")
     options.words = words
     try:
-        return options.run(options) or 0
+        status = run_elsewhere(options) if "place" in options else None
+        return status if status is not None else options.run(options) or 0
     except CannotMake as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -273,7 +263,7 @@ def check_unused(name: str, plan: Plan) -> None:
             raise CannotMake(f"{path.relative_to(tree.TREE)} uses {found[0]}; take that out first")
 
 
-def remove(name: str) -> None:
+def remove_op(name: str) -> None:
     """Removes an op from this repository: the files of `new`, and the compiled files."""
     plan = plan_removal(name)
     tree.write(plan)

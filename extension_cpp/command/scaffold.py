@@ -112,14 +112,9 @@ def addition(options: argparse.Namespace, name: str | None) -> Addition:
     return from_template(kind, FIRST_OP[kind] if name is None else name)
 
 
-def run_new(options: argparse.Namespace) -> int:
-    status = new.run_elsewhere(options)
-    if status is not None:
-        return status
+def run_new(options: argparse.Namespace) -> None:
     if options.kind == "accessor":
         new.described(options, None)
-        new_example(options.name)
-        return 0
+        return new_example(options.name)
     state = " as it stands" if options.schema is None else new.UNWRITTEN
-    new.new(addition(options, options.name), state)
-    return 0
+    return new.new(addition(options, options.name), state)

@@ -227,14 +227,6 @@ def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
         return {path: copies[path].read_text() if copies[path].exists() else texts[path] for path in texts}
 
 
-def make_folder(folder: Path, made: list[Path]) -> None:
-    if folder.is_dir():
-        return
-    make_folder(folder.parent, made)
-    folder.mkdir()
-    made.append(folder)
-
-
 @contextlib.contextmanager
 def on_signals(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
     before = [signal.signal(number, handler) for number in numbers]
@@ -271,8 +263,8 @@ def write(plan: Plan) -> None:
     try:
         with on_signals(stop, signal.SIGTERM):
             for path, text in laid_out(plan.new).items():
-                make_folder(path.parent, made)
-                made.append(path)
+                made += [*(folder for folder in reversed(path.parents) if not folder.exists()), path]
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
                 if text.startswith("#!"):
                     path.chmod(0o755)
