@@ -323,18 +323,16 @@ def entry(operator: Operator) -> str:
     """Returns the operator's section of ops.py, which registers it."""
     name = operator.name
     module = f"{name}_functions"
-    text = f'# ---- {name} ----\n\nregister(\n    "{name}",\n    fake={module}.{name}_fake,\n'
-    out = ""
-    if operator.schema.has_out:
-        out = f'register(\n    "{name}.out",\n    fake={module}.{name}_out_fake,\n    backward=WRITES,\n'
-        out += "    sharding=NONE,\n)\n"
-    if not operator.grads:
-        mark = "WRITES" if operator.written else "NOT_DIFFERENTIABLE"
-        return text + f"    backward={mark},\n    nested=NONE,\n    sharding=NONE,\n)\n{out}"
-    text += f"    setup_context={module}.{name}_setup_context,\n    backward={module}.{name}_backward,\n"
-    text += f"    plain={module}.{name}_plain,\n"
-    text += f'    nested=NONE,\n    sharding=NONE,\n)\n{out}register(\n    "{name}_backward",\n'
-    return text + f"    fake={module}.{name}_backward_fake,\n    backward=NO_SECOND,\n    sharding=NONE,\n)\n"
+    derivatives = [f"{part}={module}.{name}_{part}" for part in ("setup_context", "backward", "plain")]
+    none = ["backward=WRITES" if operator.written else "backward=NOT_DIFFERENTIABLE"]
+    registered = {name: [*(derivatives if operator.grads else none), "nested=NONE"]}
+    registered |= {f"{name}.out": ["backward=WRITES"]} if operator.schema.has_out else {}
+    registered |= {f"{name}_backward": ["backward=NO_SECOND"]} if operator.grads else {}
+    text = f"# ---- {name} ----\n\n"
+    for op, others in registered.items():
+        parts = [f'"{op}"', f"fake={module}.{op.replace('.', '_')}_fake", *others, "sharding=NONE"]
+        text += "register(\n" + body(f"{part}," for part in parts) + ")\n"
+    return text
 
 
 def reference(operator: Operator, file: str, line: int) -> str:
