@@ -85,14 +85,9 @@ def _result_type(count: int, kind: str = "Tensor") -> str:
     return "void" if count == 0 else kind if count == 1 else f"std::tuple<{', '.join([kind] * count)}>"
 
 
-def _pointer(tensor: Operand, is_input: bool) -> str:
-    name = tensor.name
-    dense = f"{name}_dense" if is_input or tensor.is_written else name
-    if is_input and tensor.is_optional:
-        text = f"  if ({dense}) args.{name} = {dense}->const_data_ptr();\n"
-        return text + f"  if ({dense}) args.{name}_numel = {dense}->numel();\n"
-    const = "const" if is_input else "mutable"
-    return f"  args.{name} = {dense}.{const}_data_ptr();\n  args.{name}_numel = {dense}.numel();\n"
+def _set_outputs(launch: Launch) -> str:
+    made = {each.name: f"{each.name}_dense" if each.is_written else each.name for each in launch.outputs}
+    return lines(f"set_output({made[name]}, args.{name}, args.{name}_numel);" for name in made)
 
 
 def _call(launch: Launch, items: str, returned: str) -> str:
@@ -105,7 +100,7 @@ def _call(launch: Launch, items: str, returned: str) -> str:
     empty = f"{items} == 0" if only_writes else " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
     text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n"
     text += "" if only_writes or launch.direction == "backward" else _without_items(launch.operator, items)
-    text += _arguments(launch, items) + "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
+    text += _arguments(launch, items) + _set_outputs(launch) + _launch(launch)
     return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
 
 
@@ -132,17 +127,13 @@ def _arguments(launch: Launch, items: str) -> str:
 
     They do not set the pointers to outputs, which may not be allocated yet.
     """
-    text = ""
-    for each in launch.inputs:  # each in a local variable, because a copy must live until the launch
-        if each.is_optional:
-            text += f"  const std::optional<Tensor> {each.name}_dense =\n      {each.name} ? "
-            text += f"std::optional<Tensor>({_dense(each, launch)}) : std::nullopt;\n"
-        else:
-            text += f"  const Tensor {each.name}_dense = {_dense(each, launch)};\n"
+    # Each input is in a local variable, because a copy must live until the launch.
+    text = lines(f"const auto {each.name}_dense = {_dense(each, launch)};" for each in launch.inputs)
     for each in (each for each in launch.outputs if each.name in launch.operator.operands):
         text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
     text += f"  {launch.name}_args args{{}};\n"
-    text += "".join(_pointer(each, True) for each in launch.inputs)
+    for each in launch.inputs:
+        text += f"  set_input({each.name}_dense, args.{each.name}, args.{each.name}_numel);\n"
     for each in (each for each in launch.outputs if each.is_written and each.name in launch.operator.results):
         # Items that are already written must not change what other items read.
         read = " || ".join(f"args.{other.name} == {each.name}.const_data_ptr()" for other in launch.inputs)
@@ -153,9 +144,7 @@ def _arguments(launch: Launch, items: str) -> str:
     for number in launch.numbers:
         name = number.name
         if number.is_list:
-            given, values = (f"if ({name}) ", f"{name}->") if number.is_optional else ("", f"{name}.")
-            text += f"  {given}std::copy({values}begin(), {values}end(), args.{name});\n"
-            text += f"  {given}args.{name}_count = static_cast<int64_t>({values}size());\n" if is_open(number) else ""
+            text += f"  set_numbers({name}, args.{name}{f', args.{name}_count' if is_open(number) else ''});\n"
         else:
             text += f"  args.{name} = {name}{'.value_or(0)' if number.is_optional else ''};\n"
         text += f"  args.has_{name} = {name}.has_value();\n" if number.is_optional else ""
@@ -167,7 +156,6 @@ def _dense(tensor: Operand, launch: Launch) -> str:
 
     The input is contiguous. If its pattern is "broadcasts to x", it is also expanded to the shape of x.
     """
-    given = f"*{tensor.name}" if tensor.is_optional else tensor.name
     # backward_inputs() leaves a shape empty that backward cannot check. The operand itself still has it.
     shape = tensor.shape or launch.operator.operands.get(tensor.name, tensor).shape
     relation, _, of = shape.rpartition(" ")
@@ -175,8 +163,8 @@ def _dense(tensor: Operand, launch: Launch) -> str:
     if launch.direction == "backward":
         sizes |= {each: f"{each}_sizes" for each in launch.operator.sizes_of}
     if relation == "broadcasts to" and of in sizes:
-        return f"as_expanded({given}, {sizes[of]})"
-    return f"as_contiguous({given})"
+        return f"as_expanded({tensor.name}, {sizes[of]})"
+    return f"as_contiguous({tensor.name})"
 
 
 def _items(operator: Operator, launch: Launch) -> str:
@@ -278,7 +266,7 @@ def _one_call(operator: Operator) -> str:
         text += _launch(launch) + "    unknown_size = number_of(count);\n    args.count = nullptr;\n  }\n" + made
         text += f"  if ({' && '.join(f'{name}.numel() == 0' for name in operator.results)}) return {returned};\n"
         text += _without_items(operator, "args.items")
-        text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
+        text += _set_outputs(launch) + _launch(launch)
     else:
         text += made + _call(launch, items, returned)
     return text + (f"  return {returned};\n" if returned else "") + "}\n"
@@ -319,28 +307,17 @@ def _backward(operator: Operator) -> str:
     first = launch.inputs[0].name
     text += "  const dtype_t dtype = match.dtype();\n"
     for name, made in zip(operator.grads, launch.outputs, strict=True):
-        text += f"  const Tensor {made.name} = {_gradient(name, made, operator, first)};\n"
+        given = f"{name}_sizes" if name in operator.sizes_of else name
+        sizes = f"gradient_sizes({given})" if made.is_optional else in_backward(operator)[name]
+        text += f"  const Tensor {made.name} = allocate({sizes}, {_scalar(made)}, {first});\n"
     returned = _returned([each.name for each in launch.outputs])
     return text + _call(launch, _items(operator, launch), returned) + f"  return {returned};\n}}\n"
-
-
-def _gradient(name: str, made: Operand, operator: Operator, like: str) -> str:
-    """Returns the C++ expression that allocates the gradient of operand `name`.
-
-    If an optional operand is None in a call, its gradient has no elements.
-    """
-    is_saved = name not in operator.sizes_of
-    if not made.is_optional:
-        return f"allocate({f'{name}.sizes()' if is_saved else f'{name}_sizes'}, {_scalar(made)}, {like})"
-    given, sizes = (name, f"{name}->sizes()") if is_saved else (f"{name}_sizes", f"*{name}_sizes")
-    rest = f"{_scalar(made)}, {like})"
-    return f"{given} ? allocate({sizes}, {rest} : allocate(std::vector<int64_t>{{0}}, {rest}"
 
 
 def shim(operator: Operator) -> str:
     name = operator.name
     text = f"// {name}: schemas, checks, allocation and registration. {name}.h has the kernels' contract.\n"
-    text += f'#include "{name}/{name}.h"\n\n#include <algorithm>\n\n#include "common/shim/match.h"\n\n'
+    text += f'#include "{name}/{name}.h"\n\n#include "common/shim/fields.h"\n\n'
     text += f"namespace extension_cpp::{name} {{\n\n" + _forward(operator) + "\n"
     text += _backward(operator) + "\n" if operator.grads else ""
     define = "DEF_WITH_NO_GRAD" if operator.grads else "DEF"
