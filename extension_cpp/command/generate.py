@@ -117,13 +117,18 @@ def grads_out(operator: Operator) -> list[Operand]:
     ]
 
 
-def in_backward(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the operands whose sizes backward knows to the C++ expressions of these sizes.
+def in_forward(operator: Operator) -> dict[str, str]:
+    """Returns a dictionary from the operands to the C++ expressions of their sizes.
 
     Lists of numbers are in it, too, because a shape may have their values as sizes.
     """
-    known = {name: f"{name}.sizes()" for name in operator.saved if name in operator.operands}
-    known |= {each.name: each.name for each in operator.schema.number_lists}
+    lists = {each.name: each.name for each in operator.schema.number_lists}
+    return {name: f"{name}.sizes()" for name in operator.operands} | lists
+
+
+def in_backward(operator: Operator) -> dict[str, str]:
+    """Returns those entries of in_forward() that backward knows, and those of tensors of which it gets the sizes."""
+    known = {name: text for name, text in in_forward(operator).items() if name in operator.saved or name == text}
     return known | {name: f"{name}_sizes" for name in operator.sizes_of}
 
 

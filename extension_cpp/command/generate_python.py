@@ -1,7 +1,7 @@
 """Generates the Python code of an operator for `new --schema`, and its text in docs/ops.md."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .generate import (
     backward_arguments,
@@ -10,6 +10,7 @@ from .generate import (
     checked_gradients,
     grads_out,
     in_backward,
+    in_forward,
     resolved,
     saved,
     schemas_of,
@@ -47,6 +48,10 @@ def _results_type(count: int, are_lists: bool = False) -> str:
     return "None" if count == 0 else kind if count == 1 else f"tuple[{', '.join([kind] * count)}]"
 
 
+def _returned(operator: Operator) -> str:
+    return _results_type(len(operator.results), operator.schema.gives_lists)
+
+
 def _dtypes(operand: Operand, is_first: bool) -> str:
     if operand.dtype == "same":
         return "FLOATING" if is_first else "SAME"
@@ -67,7 +72,7 @@ def _lengths(operator: Operator) -> list[str]:
 
 
 def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
-    """Translates a shape expression to Python. `known` maps names of tensors to Python expressions of their sizes."""
+    """Translates a shape expression to Python. `known` maps names of tensors to C++ expressions of their sizes."""
     made = [_python_part(part, known) for part in resolved(expression, operator)]
     if len(made) == 1 and made[0].startswith("*"):
         return made[0][1:]
@@ -77,7 +82,7 @@ def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> 
 def _python_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return part.number.replace("?", "unknown_size")
-    sizes = known[part.tensor]
+    sizes = known[part.tensor].replace(".sizes()", ".shape")
     if part.is_size:
         return f"{sizes}[{part.begin}]"
     if part.begin is None and part.end is None:
@@ -87,6 +92,14 @@ def _python_part(part: Part, known: dict[str, str]) -> str:
 
 def body(texts: Iterable[str]) -> str:
     return "".join(f"    {text}\n" if text else "\n" for text in texts)
+
+
+def tuple_of(values: Sequence[str]) -> str:
+    return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
+
+
+def quoted(names: Iterable[str]) -> str:
+    return tuple_of([f'"{name}"' for name in names])
 
 
 # ---- the module in functional/ ----
@@ -146,11 +159,10 @@ def _imports(code: str) -> str:
 
 def functional(operator: Operator) -> str:
     name = operator.name
-    results = _results_type(len(operator.results), operator.schema.gives_lists)
+    results = _returned(operator)
     outs = [f"out: {results} | None = None"] if operator.schema.has_out else []
     text = f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
-    quoted = '"""' + docstring(operator) + '"""'
-    text += body(quoted.splitlines())
+    text += body(f'"""{docstring(operator)}"""'.splitlines())
     call = f'call("{name}", {_names(operator)})'
     call = f"_ops.{name}({_names(operator, by_keyword=False)})" if operator.grads else call
     count = len(operator.results)
@@ -167,23 +179,21 @@ def functional(operator: Operator) -> str:
     text += f"    {'return ' if operator.results else ''}{call}\n\n\n"
     text += _fake(operator) + (_out_fake(operator) if operator.schema.has_out else "")
     if operator.grads:
-        text += _backward_fake(operator) + _setup_context(operator) + _backward(operator) + _plain(operator)
+        text += _backward_fake(operator) + _setup_context(operator) + _backward(operator)
+        text += f"\n\n{name}_plain = reference.{name}  # for forward-mode differentiation\n"
     title = f'"""{name}: the public function, and what ops.py registers for its operators."""'
     return f"{title}\n\n{_imports(text)}\n\n{text.rstrip()}\n"
 
 
 def _fake(operator: Operator) -> str:
-    sizes = {name: f"{name}.shape" for name in operator.operands}
-    sizes |= {each.name: each.name for each in operator.schema.number_lists}
     if operator.schema.gives_lists:
         made = [f"[{_new(each, 'x', 'x.shape')} for x in {each.shape}]" for each in operator.results.values()]
     else:
-        shapes = (python_shape(each.shape, operator, sizes) for each in operator.results.values())
+        known = in_forward(operator)
         made = [
-            _new(each, operator.first, shape) for each, shape in zip(operator.results.values(), shapes, strict=True)
+            _new(each, operator.first, python_shape(each.shape, operator, known)) for each in operator.results.values()
         ]
-    results = _results_type(len(made), operator.schema.gives_lists)
-    text = f"def {operator.name}_fake({_parameters(operator)}) -> {results}:\n"
+    text = f"def {operator.name}_fake({_parameters(operator)}) -> {_returned(operator)}:\n"
     text += body([*_matches(operator.name, [*operator.operands.values()]), *_lengths(operator)])
     for each in operator.written:
         others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
@@ -236,12 +246,11 @@ def _new(operand: Operand, like: str, shape: str) -> str:
 
 def _backward_fake(operator: Operator) -> str:
     op = f"{operator.name}_backward"
-    known = {name: text.replace(".sizes()", ".shape") for name, text in in_backward(operator).items()}
     parameters = ", ".join(_typed(backward_arguments(operator)))
     text = f"def {op}_fake({parameters}) -> {_results_type(len(operator.grads))}:\n"
     text += body([*_matches(op, backward_inputs(operator)), *_lengths(operator)])
     for grad, shape, result in checked_gradients(operator):
-        sizes = python_shape(shape, operator, known)
+        sizes = python_shape(shape, operator, in_backward(operator))
         text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}")'])
     first = backward_inputs(operator)[0].name
     made = []
@@ -266,11 +275,12 @@ def _setup_context(operator: Operator) -> str:
         return "output" if len(results) == 1 else f"output[{results.index(name)}]"
 
     kept = ", ".join(place(each.name) for each in saved(operator))
-    texts = [f"ctx.save_for_backward({kept})"]
+    texts, options = [f"ctx.save_for_backward({kept})"], []
     for name in operator.sizes_of:
         is_none = f"None if {place(name)} is None else " if operator.operands[name].is_optional else ""
-        texts.append(f"ctx.{name}_sizes = {is_none}{place(name)}.shape")
-    texts += [f"ctx.{each.name} = {place(each.name)}" for each in operator.schema.numbers]
+        options.append(f"{is_none}{place(name)}.shape")
+    options += [place(each.name) for each in operator.schema.numbers]
+    texts += [f"ctx.options = {tuple_of(options)}  # of the backward operator"] if options else []
     whole = [place(each.name) for each in operator.results.values() if each not in operator.differentiable_results]
     texts += [f"ctx.mark_non_differentiable({', '.join(whole)})"] if whole else []
     if _lacks_some_grads(operator):
@@ -293,27 +303,18 @@ def _lacks_some_grads(operator: Operator) -> bool:
 
 def _backward(operator: Operator) -> str:
     name = operator.name
-    kept = [each.name for each in saved(operator)]
     optional = " | None" if _lacks_some_grads(operator) else ""
     grads = ", ".join(f"grad_{result}: Tensor{optional}" for result in operator.results)
     text = f"def {name}_backward(ctx: Any, {grads}) -> Gradients:\n"
     if _lacks_some_grads(operator):
         text += body([f"if {grads_out(operator)[0].name} is None:  # only the others are used", "    return {}"])
-    text += body([f"{', '.join(kept)}{',' if len(kept) == 1 else ''} = ctx.saved_tensors"] if kept else [])
-    given = [each.name for each in grads_out(operator)] + kept
-    given += [f"ctx.{each}_sizes" for each in operator.sizes_of]
-    given += [f"ctx.{each.name}" for each in operator.schema.numbers]
+    given = [each.name for each in grads_out(operator)]
+    given += ["*ctx.saved_tensors"] if operator.saved else []
+    given += ["*ctx.options"] if operator.sizes_of or operator.schema.numbers else []
     call = f"_ops.{name}_backward({', '.join(given)})"
     if len(operator.grads) == 1:
         return text + body([f'return {{"{operator.grads[0]}": {call}}}'])
-    names = ", ".join(f'"{each}"' for each in operator.grads)
-    return text + body([f"return dict(zip(({names}), {call}, strict=True))"])
-
-
-def _plain(operator: Operator) -> str:
-    text = f"\n\ndef {operator.name}_plain({_parameters(operator)}) -> {_results_type(len(operator.results))}:\n"
-    text += body(['"""The same in plain tensor operations, for forward-mode differentiation."""'])
-    return text + body([f"return reference.{operator.name}({_names(operator)})"])
+    return text + body([f"return dict(zip({quoted(operator.grads)}, {call}, strict=True))"])
 
 
 # ---- what goes into the other files ----
@@ -340,8 +341,7 @@ def reference(operator: Operator, file: str, line: int) -> str:
 
     Until the user writes the formula there, a call raises an error that names the file and the line of the body.
     """
-    results = _results_type(len(operator.results), operator.schema.gives_lists)
-    text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {results}:\n"
+    text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {_returned(operator)}:\n"
     return text + f'    raise NotImplementedError("write the formula of {operator.name} in {file}:{line + 1}")\n'
 
 
@@ -349,14 +349,13 @@ def stub(operator: Operator) -> str:
     """Returns the text for _ops.pyi: the types of the op's functions if they have no-grad overloads, else nothing."""
     if not operator.grads:
         return ""
-    count = len(operator.results)
     arguments = operator.schema.arguments
     parameters = _typed(arguments)
     for place in reversed(range(len(arguments))):  # by position, a default before an argument without one is none
         if arguments[place].default is None:
             break
         parameters[place] += " = ..."
-    text = f"def {operator.name}({', '.join(parameters)}, /) -> {_results_type(count)}: ...\n"
+    text = f"def {operator.name}({', '.join(parameters)}, /) -> {_returned(operator)}: ...\n"
     parameters = _typed(backward_arguments(operator))
     results = _results_type(len(operator.grads))
     return text + f"def {operator.name}_backward({', '.join(parameters)}, /) -> {results}: ...\n"

@@ -10,6 +10,7 @@ from .generate import (
     bounds,
     checked_gradients,
     in_backward,
+    in_forward,
     is_open,
     launches,
     lines,
@@ -46,12 +47,6 @@ def _cpp_part(part: Part, known: dict[str, str]) -> str:
         return f"{{size_of({sizes}, {part.begin})}}"
     bounds = "" if part.begin is None and part.end is None else f", {part.begin or 0}"
     return f"sizes_of({sizes}{bounds}{'' if part.end is None else f', {part.end}'})"
-
-
-def of_operands(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the tensors, and lists of numbers, of forward to the C++ expressions of their sizes."""
-    lists = {each.name: each.name for each in operator.schema.number_lists}
-    return {name: f"{name}.sizes()" for name in operator.operands} | lists
 
 
 def _dtypes(operand: Operand, is_first: bool) -> str:
@@ -174,7 +169,7 @@ def _items(operator: Operator, launch: Launch) -> str:
         return numels[0] if len(numels) == 1 else f"std::max({{{', '.join(numels)}}})"
     if operator.work == "rows":
         return 'match.size("*")'
-    shape = cpp_shape(operator.work.removeprefix("items="), operator, of_operands(operator))
+    shape = cpp_shape(operator.work.removeprefix("items="), operator, in_forward(operator))
     return f"product_of({shape})"
 
 
@@ -201,7 +196,7 @@ def _checks(operator: Operator) -> str:
     text += _matches(list(operator.operands.values())) + _lengths(operator)
     for each in operator.operands.values():
         if each.below:
-            sizes = cpp_shape(f"[{each.below}]", operator, of_operands(operator))
+            sizes = cpp_shape(f"[{each.below}]", operator, in_forward(operator))
             text += f'  match.index("{each.name}", {each.name}, product_of({sizes}));\n'
     for each in operator.written:
         others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
@@ -234,7 +229,7 @@ def _with_out(operator: Operator) -> str:
     text += f"  compute(match, {given});\n  return {_returned([*operator.results])};\n}}\n\n"
     text += f"static void forward_out({with_outs}) {{\n" + _checks(operator)
     for place, each in enumerate(outs):
-        sizes = cpp_shape(each.shape, operator, of_operands(operator))
+        sizes = cpp_shape(each.shape, operator, in_forward(operator))
         text += f'  match("{each.name}", {each.name}, {_dtypes(each, False)});\n'
         text += f'  match.sizes("{each.name}", {each.name}, {sizes}, "the result");\n'
         text += f"  check_writable(op, {_named(each)});\n"
@@ -249,7 +244,7 @@ def _allocated(operator: Operator) -> str:
     """Returns the statements that allocate the results."""
     made = ""
     for result in operator.results.values():
-        shape = cpp_shape(result.shape, operator, of_operands(operator))
+        shape = cpp_shape(result.shape, operator, in_forward(operator))
         made += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
     return made
 

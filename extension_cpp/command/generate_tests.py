@@ -2,10 +2,9 @@
 
 import ast
 import re
-from collections.abc import Sequence
 
 from .generate import is_open
-from .generate_python import body
+from .generate_python import body, quoted, tuple_of
 from .roles import MOST, Operand, Operator
 from .schema import Argument
 from .shapes import Part, parts, words_of
@@ -49,15 +48,15 @@ def spec(operator: Operator) -> str:
     elif any(each.name in operator.saved for each in operator.differentiable_results):
         text += "    saves_results=True,\n"
     lists = [each.name for each in operator.operands.values() if each.is_list]
-    text += f"    lists={_quoted(lists)},\n" if lists else ""
+    text += f"    lists={quoted(lists)},\n" if lists else ""
     text += "    unknown_sizes=True,\n" if operator.has_unknown_size else ""
     if operator.written:
-        text += "    mutates=" + _quoted([each.name for each in operator.written]) + ",\n"
+        text += "    mutates=" + quoted([each.name for each in operator.written]) + ",\n"
     dtypes = [
         f"torch.{each.dtype}" if each.dtype.startswith("float") else "None" for each in _battery_results(operator)
     ]
     if set(dtypes) - {"None"}:
-        text += f"    result_dtypes=({', '.join(dtypes)}{',' if len(dtypes) == 1 else ''}),\n"
+        text += f"    result_dtypes={tuple_of(dtypes)},\n"
     return text + ")\n"
 
 
@@ -88,7 +87,7 @@ def _other(number: Argument, operator: Operator) -> str:
     if number.is_list:
         values = ast.literal_eval(_first(number))
         others = [next(x for x in OTHERS[number.type] if x != repr(value)) for value in values]
-        return _tuple([*others, *([VALUES[number.type]] if is_open(number) else [])])
+        return tuple_of([*others, *([VALUES[number.type]] if is_open(number) else [])])
     bounds = any(number.name == each.below for each in operator.operands.values())
     return "3" if bounds else next(value for value in OTHERS[number.type] if value != _first(number))
 
@@ -98,7 +97,7 @@ def _first(number: Argument) -> str:
     if number.value is not None:
         return repr(number.value)
     values = (VALUES[number.type], OTHERS[number.type][0]) * MOST
-    return _tuple(values[: int(number.length or 2)]) if number.is_list else values[0]
+    return tuple_of(values[: int(number.length or 2)]) if number.is_list else values[0]
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
@@ -107,17 +106,9 @@ def _battery_results(operator: Operator) -> list[Operand]:
     return [each for each in (*operator.results.values(), *operator.written) for _ in range(copies)]
 
 
-def _quoted(names: list[str]) -> str:
-    return _tuple([f'"{name}"' for name in names])
-
-
 def _dictionary(texts: dict[str, str]) -> str:
     pairs = (f'"{name}": "{text}"' for name, text in texts.items())
     return f"{{{', '.join(pairs)}}}"
-
-
-def _tuple(values: Sequence[str]) -> str:
-    return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
 
 
 def _ranks(first: Operand) -> str:
@@ -177,7 +168,7 @@ def _sample(operator: Operator) -> list[str]:
             lines.append(f"{each.name} = {_tensor(operand, operator)}")
         is_left_out = operand is not None and operand.is_optional
         made.append(f"{each.name} if number == 0 else None" if is_left_out else each.name)
-    positional = _tuple(made[: len(operator.schema.positional)])
+    positional = tuple_of(made[: len(operator.schema.positional)])
     keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.schema.keyword_only)
     return [*numbers, *lines, *indices, f"yield Sample({positional}{f', {{{keywords}}}' if keywords else ''})"]
 
@@ -287,7 +278,7 @@ def _test_of_out(operator: Operator) -> str:
             '"""A call with `out` writes into tensors of any strides, counts their versions, and returns them."""',
             f"x = torch.rand({_rank(operator)}, device=device)",
             "sample = next(SPEC.sample_inputs(lambda shape: torch.rand(shape, device=device), x.shape))",
-            f"check_out(extension_cpp.{operator.name}, sample, {_quoted([*operator.results])}, layout)",
+            f"check_out(extension_cpp.{operator.name}, sample, {quoted([*operator.results])}, layout)",
         ]
     )
 
