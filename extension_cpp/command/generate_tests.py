@@ -1,7 +1,8 @@
 """Generates the spec and the test of an operator for `new --schema`."""
 
-import ast
+import json
 import re
+from typing import Any
 
 from .generate import is_open
 from .generate_python import body, quoted, tuple_of
@@ -9,10 +10,10 @@ from .roles import MOST, Operand, Operator
 from .schema import Argument
 from .shapes import Part, parts, words_of
 
-# The values of number arguments by type. The first sample has the default, or VALUES without one. The second has the
-# first of OTHERS that differs from it.
-VALUES = {"int": "1", "SymInt": "2", "float": "0.5", "bool": "True"}
-OTHERS = {"int": ("2", "3"), "SymInt": ("1", "2"), "float": ("0.25", "0.5"), "bool": ("False", "True")}
+# The values of number arguments by type. The first sample has the default, or the first of these values. The second
+# has that of the others that differs from it.
+VALUES: dict[str, tuple[Any, ...]]
+VALUES = {"int": (1, 2, 3), "SymInt": (2, 1, 2), "float": (0.5, 0.25, 0.5), "bool": (True, False, True)}
 
 
 def spec(operator: Operator) -> str:
@@ -76,39 +77,36 @@ def _is_by_lines(operator: Operator) -> bool:
     return all(each.shape in fits and not each.below for each in others) and all(results)
 
 
-def _other(number: Argument, operator: Operator) -> str:
+def _other(number: Argument, operator: Operator) -> Any:
     """Returns the value of a number in the second sample, which is also its other value in test_options.py.
 
     A number that bounds the values of an index is 3. With 1, the index of the first sample could be out of bounds, and
     test_options.py uses that index with this number. A list of any length has one value more than in the first sample.
     """
     if number.is_optional:
-        return "None"
-    if number.is_list:
-        values = ast.literal_eval(_first(number))
-        others = [next(x for x in OTHERS[number.type] if x != repr(value)) for value in values]
-        return tuple_of([*others, *([VALUES[number.type]] if is_open(number) else [])])
-    bounds = any(number.name == each.below for each in operator.operands.values())
-    return "3" if bounds else next(value for value in OTHERS[number.type] if value != _first(number))
+        return None
+    if any(number.name == each.below for each in operator.operands.values()):
+        return 3
+    first = _first(number)
+    values = VALUES[number.type]
+    others = [next(x for x in values[1:] if x != value) for value in (first if number.is_list else [first])]
+    if not number.is_list:
+        return others[0]
+    return (*others, values[0]) if is_open(number) else tuple(others)
 
 
-def _first(number: Argument) -> str:
+def _first(number: Argument) -> Any:
     """Returns the value of a number in the first sample. A list of any length without a default has two values."""
     if number.value is not None:
-        return repr(number.value)
-    values = (VALUES[number.type], OTHERS[number.type][0]) * MOST
-    return tuple_of(values[: int(number.length or 2)]) if number.is_list else values[0]
+        return number.value
+    values = VALUES[number.type][:2] * MOST
+    return values[: int(number.length or 2)] if number.is_list else values[0]
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
     """Returns the results as the battery gets them. Written arguments come last, and a list counts as two tensors."""
     copies = 2 if operator.schema.has_lists else 1
     return [each for each in (*operator.results.values(), *operator.written) for _ in range(copies)]
-
-
-def _dictionary(texts: dict[str, str]) -> str:
-    pairs = (f'"{name}": "{text}"' for name, text in texts.items())
-    return f"{{{', '.join(pairs)}}}"
 
 
 def _ranks(first: Operand) -> str:
@@ -224,7 +222,7 @@ def _errors(operator: Operator) -> list[str]:
     return [
         f"sample = next(sample_inputs({made}))",
         *(
-            f"yield from {wrong}({function}, sample, {_dictionary(expected)})"
+            f"yield from {wrong}({function}, sample, {json.dumps(expected)})"
             for wrong, expected in (("wrong_dtypes", dtypes), ("too_many_values", counts), ("wrong_outputs", outs))
             if expected
         ),
