@@ -17,7 +17,6 @@ VALUES = {"int": (1, 2, 3), "SymInt": (2, 1, 2), "float": (0.5, 0.25, 0.5), "boo
 
 
 def spec(operator: Operator) -> str:
-    name = operator.name
     options = _options(operator) if len(_options(operator)) > 1 else []
     fit, errors = _fit(operator), _errors(operator)
     helpers = ["Fit"] * bool(fit) + ["options"] * bool(options) + re.findall(r"yield from (\w+)", "".join(errors))
@@ -30,35 +29,42 @@ def spec(operator: Operator) -> str:
         made = ["for number in range(2):", *(f"    {line}" for line in made)]
     text += body(made)
     text += "\n\ndef error_inputs(device):\n" + body(errors)
-    text += f'\n\nSPEC = OpSpec(\n    name="{name}",\n    function=extension_cpp.{name},\n'
-    text += f"    reference=extension_cpp.reference.{name},\n    sample_inputs=sample_inputs,\n"
-    text += "    error_inputs=error_inputs,\n"
-    text += "    bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward="
-    lines = "" if _is_by_lines(operator) else ", by_lines=False"
-    text += f"{3 if operator.grads else 0}{lines}),\n    keeps_strides=False,\n"
-    launches = 2 if operator.schema.has_lists or operator.has_unknown_size else 1
-    text += f"    launches=({launches}, {int(bool(operator.grads))}),\n"
-    text += _ranks(operator.operands[operator.first]) + "    second_order=False,\n"
-    if options:
-        values = ", ".join(
-            f'"{each.name}": ({"True" if each.is_tensor else _other(each, operator)},)' for each in options
-        )
-        text += f"    options=options(extension_cpp.{name}, sample_inputs, {{{values}}}),\n"
-    if not operator.grads:
-        text += "    differentiable=False,\n"
-    elif any(each.name in operator.saved for each in operator.differentiable_results):
-        text += "    saves_results=True,\n"
-    lists = [each.name for each in operator.operands.values() if each.is_list]
-    text += f"    lists={quoted(lists)},\n" if lists else ""
-    text += "    unknown_sizes=True,\n" if operator.has_unknown_size else ""
-    if operator.written:
-        text += "    mutates=" + quoted([each.name for each in operator.written]) + ",\n"
-    dtypes = [
-        f"torch.{each.dtype}" if each.dtype.startswith("float") else "None" for each in _battery_results(operator)
-    ]
-    if set(dtypes) - {"None"}:
-        text += f"    result_dtypes={tuple_of(dtypes)},\n"
+    fields = _fields(operator, options)
+    text += "\n\nSPEC = OpSpec(\n" + body(f"{field}={value}," for field, value in fields.items() if value is not None)
     return text + ")\n"
+
+
+def _fields(operator: Operator, options: list[Argument]) -> dict[str, Any]:
+    """Returns the arguments of OpSpec as Python text, or None for those that keep their default."""
+    name, words = operator.name, words_of(operator.operands[operator.first].shape)
+    rank = len(words) - ("*" in words)
+    backward = f"{3 if operator.grads else 0}{'' if _is_by_lines(operator) else ', by_lines=False'}"
+    values = (f'"{each.name}": ({"True" if each.is_tensor else _other(each, operator)},)' for each in options)
+    lists = [each.name for each in operator.operands.values() if each.is_list]
+    saves_results = operator.grads and any(each.name in operator.saved for each in operator.differentiable_results)
+    written = [each.name for each in operator.written]
+    found = [each.dtype for each in _battery_results(operator)]
+    dtypes = [f"torch.{dtype}" if dtype.startswith("float") else "None" for dtype in found]
+    return {
+        "name": f'"{name}"',
+        "function": f"extension_cpp.{name}",
+        "reference": f"extension_cpp.reference.{name}",
+        "sample_inputs": "sample_inputs",
+        "error_inputs": "error_inputs",
+        "bench": f"Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward={backward})",
+        "keeps_strides": False,
+        "launches": (2 if operator.schema.has_lists or operator.has_unknown_size else 1, int(bool(operator.grads))),
+        "least_rank": rank or None,
+        "greatest_rank": None if "*" in words else rank or None,
+        "second_order": False,
+        "options": f"options(extension_cpp.{name}, sample_inputs, {{{', '.join(values)}}})" if options else None,
+        "differentiable": None if operator.grads else False,
+        "saves_results": True if saves_results else None,
+        "lists": quoted(lists) if lists else None,
+        "unknown_sizes": operator.has_unknown_size or None,
+        "mutates": quoted(written) if written else None,
+        "result_dtypes": tuple_of(dtypes) if {*dtypes} - {"None"} else None,
+    }
 
 
 def _is_by_lines(operator: Operator) -> bool:
@@ -107,13 +113,6 @@ def _battery_results(operator: Operator) -> list[Operand]:
     """Returns the results as the battery gets them. Written arguments come last, and a list counts as two tensors."""
     copies = 2 if operator.schema.has_lists else 1
     return [each for each in (*operator.results.values(), *operator.written) for _ in range(copies)]
-
-
-def _ranks(first: Operand) -> str:
-    """Returns the arguments of OpSpec for the least and the greatest number of dimensions of the first tensor."""
-    named = len(words_of(first.shape)) - ("*" in words_of(first.shape))
-    text = f"    least_rank={named},\n" if named else ""
-    return text + (f"    greatest_rank={named},\n" if named and "*" not in words_of(first.shape) else "")
 
 
 def _shape(operand: Operand, operator: Operator) -> str:
