@@ -75,9 +75,22 @@ def is_open(number: Argument) -> bool:
     return number.is_list and not number.length
 
 
-def bounds(numbers: Argument) -> str:
-    """Returns the least and the greatest length of a list of numbers, as arguments of Match.length."""
-    return f"{numbers.length}, {numbers.length}" if numbers.length else f"0, {MOST}"
+def dtypes_of(operand: Operand, is_first: bool, any_of: dict[str, str]) -> str:
+    """Returns the dtypes that a tensor may have, as Match gets them. `any_of` has the texts of those without a name."""
+    same = "FLOATING" if is_first else "SAME"
+    return {"same": same, "int64": "INT64", "bool": "BOOL"}.get(operand.dtype) or any_of[operand.dtype]
+
+
+def checks(operands: Iterable[Operand], operator: Operator, any_of: dict[str, str]) -> list[str]:
+    """Returns the calls that check tensors and the lengths of lists of numbers, which are equal in C++ and Python."""
+    calls = []
+    for place, each in enumerate(operands):
+        shape = f', "{each.shape}"' if each.shape else ""
+        calls.append(f'match("{each.name}", {each.name}, {dtypes_of(each, place == 0, any_of)}{shape})')
+    for numbers in operator.schema.number_lists:
+        least, most = (numbers.length, numbers.length) if numbers.length else (0, MOST)
+        calls.append(f'match.length("{numbers.name}", {numbers.name}, {least}, {most})')
+    return calls
 
 
 def saved(operator: Operator) -> list[Operand]:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from .generate import (
     backward_arguments,
     backward_inputs,
-    bounds,
     checked_gradients,
+    checks,
+    dtypes_of,
     grads_out,
     in_backward,
     in_forward,
@@ -15,7 +16,7 @@ from .generate import (
     saved,
     schemas_of,
 )
-from .roles import Operand, Operator
+from .roles import C_TYPES, Operand, Operator
 from .schema import Argument
 from .shapes import Part
 
@@ -52,23 +53,7 @@ def _returned(operator: Operator) -> str:
     return _results_type(len(operator.results), operator.schema.gives_lists)
 
 
-def _dtypes(operand: Operand, is_first: bool) -> str:
-    if operand.dtype == "same":
-        return "FLOATING" if is_first else "SAME"
-    return {"int64": "INT64", "bool": "BOOL"}.get(operand.dtype, f"(torch.{operand.dtype},)")
-
-
-def _matches(op: str, operands: list[Operand]) -> list[str]:
-    shapes = (f', "{each.shape}"' if each.shape else "" for each in operands)
-    calls = (
-        f'match("{each.name}", {each.name}, {_dtypes(each, number == 0)}{shape})'
-        for number, (each, shape) in enumerate(zip(operands, shapes, strict=True))
-    )
-    return [f'match = Match("{op}")', *calls]
-
-
-def _lengths(operator: Operator) -> list[str]:
-    return [f'match.length("{each.name}", {each.name}, {bounds(each)})' for each in operator.schema.number_lists]
+ANY_OF = {dtype: f"(torch.{dtype},)" for dtype in C_TYPES}
 
 
 def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
@@ -194,7 +179,7 @@ def _fake(operator: Operator) -> str:
             _new(each, operator.first, python_shape(each.shape, operator, known)) for each in operator.results.values()
         ]
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {_returned(operator)}:\n"
-    text += body([*_matches(operator.name, [*operator.operands.values()]), *_lengths(operator)])
+    text += body([f'match = Match("{operator.name}")', *checks(operator.operands.values(), operator, ANY_OF)])
     for each in operator.written:
         others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
         text += body(_checks_of_memory(each, operator, others))
@@ -204,17 +189,17 @@ def _fake(operator: Operator) -> str:
 
 def _out_fake(operator: Operator) -> str:
     """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
-    outs, first = [*operator.results.values()], operator.operands[operator.first]
+    outs, first = [*operator.results.values()], operator.first
     parameters = _parameters(operator, *(f"{each.name}: Tensor" for each in outs))
     text = f"def {operator.name}_out_fake({parameters}) -> None:\n"
     text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
-    text += body(_matches(operator.name, [first])).replace(f', "{first.shape}")', ")")
+    text += body([f'match = Match("{operator.name}")', f'match("{first}", {first}, FLOATING)'])
     for place, each in enumerate(outs):
         made = f"results[{place}]" if len(outs) > 1 else "result"
         others = [other for other in operator.operands.values() if not other.is_optional]
         text += body(
             [
-                f'match("{each.name}", {each.name}, {_dtypes(each, False)})',
+                f'match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)})',
                 f'match.sizes("{each.name}", {each.name}, {made}.shape, "the result")',
                 *_checks_of_memory(each, operator, [*others, *outs[:place]]),
             ]
@@ -248,7 +233,7 @@ def _backward_fake(operator: Operator) -> str:
     op = f"{operator.name}_backward"
     parameters = ", ".join(_typed(backward_arguments(operator)))
     text = f"def {op}_fake({parameters}) -> {_results_type(len(operator.grads))}:\n"
-    text += body([*_matches(op, backward_inputs(operator)), *_lengths(operator)])
+    text += body([f'match = Match("{op}")', *checks(backward_inputs(operator), operator, ANY_OF)])
     for grad, shape, result in checked_gradients(operator):
         sizes = python_shape(shape, operator, in_backward(operator))
         text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}")'])

@@ -7,8 +7,9 @@ from .generate import (
     NUMBER_TYPES,
     Launch,
     backward_arguments,
-    bounds,
     checked_gradients,
+    checks,
+    dtypes_of,
     in_backward,
     in_forward,
     is_open,
@@ -31,6 +32,7 @@ SCALAR_TYPES = {
     "uint8": "Byte",
     "bool": "Bool",
 }
+ANY_OF = {dtype: f"any_of(ScalarType::{kind})" for dtype, kind in SCALAR_TYPES.items()}
 
 
 def cpp_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
@@ -47,14 +49,6 @@ def _cpp_part(part: Part, known: dict[str, str]) -> str:
         return f"{{size_of({sizes}, {part.begin})}}"
     bounds = "" if part.begin is None and part.end is None else f", {part.begin or 0}"
     return f"sizes_of({sizes}{bounds}{'' if part.end is None else f', {part.end}'})"
-
-
-def _dtypes(operand: Operand, is_first: bool) -> str:
-    if operand.dtype == "same":
-        return "FLOATING" if is_first else "SAME"
-    return {"int64": "INT64", "bool": "BOOL"}.get(
-        operand.dtype, f"any_of(ScalarType::{SCALAR_TYPES.get(operand.dtype)})"
-    )
 
 
 def _scalar(operand: Operand) -> str:
@@ -173,27 +167,15 @@ def _items(operator: Operator, launch: Launch) -> str:
     return f"product_of({shape})"
 
 
-def _matches(operands: list[Operand]) -> str:
-    shapes = (f', "{each.shape}"' if each.shape else "" for each in operands)
+def _matches(op: str, operands: Iterable[Operand], operator: Operator) -> str:
+    """Returns the statements that declare the op's name and check the arguments by a Match."""
     return lines(
-        f'match("{each.name}", {each.name}, {_dtypes(each, number == 0)}{shape});'
-        for number, (each, shape) in enumerate(zip(operands, shapes, strict=True))
+        f"{each};" for each in (f'const char *op = "{op}"', "Match match(op)", *checks(operands, operator, ANY_OF))
     )
 
 
-def _lengths(operator: Operator) -> str:
-    """Returns the statements that check the lengths of lists of numbers, for which the argument struct has arrays."""
-    text = ""
-    for each in operator.schema.number_lists:
-        given, size = (f"if ({each.name}) ", "->size()") if each.is_optional else ("", ".size()")
-        text += f'  {given}match.length("{each.name}", {each.name}{size}, {bounds(each)});\n'
-    return text
-
-
 def _checks(operator: Operator) -> str:
-    """Returns the statements that declare the op's name and check the arguments."""
-    text = f'  const char *op = "{operator.name}";\n  Match match(op);\n'
-    text += _matches(list(operator.operands.values())) + _lengths(operator)
+    text = _matches(operator.name, operator.operands.values(), operator)
     for each in operator.operands.values():
         if each.below:
             sizes = cpp_shape(f"[{each.below}]", operator, in_forward(operator))
@@ -230,7 +212,7 @@ def _with_out(operator: Operator) -> str:
     text += f"static void forward_out({with_outs}) {{\n" + _checks(operator)
     for place, each in enumerate(outs):
         sizes = cpp_shape(each.shape, operator, in_forward(operator))
-        text += f'  match("{each.name}", {each.name}, {_dtypes(each, False)});\n'
+        text += f'  match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)});\n'
         text += f'  match.sizes("{each.name}", {each.name}, {sizes}, "the result");\n'
         text += f"  check_writable(op, {_named(each)});\n"
         others = [other for other in operator.operands.values() if not other.is_optional]
@@ -294,8 +276,7 @@ def _backward(operator: Operator) -> str:
     launch = launches(operator)[1]
     parameters = _parameters(backward_arguments(operator))
     text = f"static {_result_type(len(launch.outputs))} backward({parameters}) {{\n"
-    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n'
-    text += _matches(launch.inputs) + _lengths(operator)
+    text += _matches(f"{operator.name}_backward", launch.inputs, operator)
     for grad, shape, result in checked_gradients(operator):
         sizes = cpp_shape(shape, operator, in_backward(operator))
         text += f'  match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}");\n'
