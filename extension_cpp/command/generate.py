@@ -4,7 +4,7 @@ The module also has the functions that the generators of the other files share. 
 write zeros into all outputs. tree.laid_out() formats the C code later.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .roles import C_TYPES, MOST, Operand, Operator
@@ -73,6 +73,16 @@ def launches(operator: Operator) -> list[Launch]:
 def is_open(number: Argument) -> bool:
     """Returns whether a number is a list of any length, as int[] is, so that kernels get its length, too."""
     return number.is_list and not number.length
+
+
+def checks_of_memory(written: Operand, operator: Operator, op: str, named: Callable[[Operand], str]) -> list[str]:
+    """Returns the calls that check the memory of a tensor that is written, beside that of arguments and of the outputs
+    before it. `named` returns two arguments of such a call: a tensor's name and the tensor."""
+    before = [*operator.results.values()]
+    before = before[: before.index(written)] if written in before else []
+    others = [each for each in (*operator.operands.values(), *before) if each is not written and not each.is_optional]
+    calls = [f"check_no_partial_overlap({op}, {named(written)}, {named(each)})" for each in others]
+    return [f"check_writable({op}, {named(written)})", *calls]
 
 
 def dtypes_of(operand: Operand, is_first: bool, any_of: dict[str, str]) -> str:
@@ -221,7 +231,8 @@ def header(operator: Operator) -> str:
             notes = [kind, "contiguous", *(["NULL if it is None"] if each.is_optional else [])]
             notes += ["one tensor of the list"] if each.is_list else []
             notes += ["expanded to that shape"] if each.shape.startswith("broadcasts to") else []
-            shape = each.shape or ("any shape" if each.name in operator.names else f"like {each.name[len('grad_') :]}")
+            is_gradient = each.name not in (*operator.operands, *operator.results)
+            shape = each.shape or (f"like {each.name.removeprefix('grad_')}" if is_gradient else "any shape")
             text += f" *   {each.name:<12} {shape}: {', '.join(notes)}\n"
     if operator.indices:
         text += f" * The shim checks the values of {operator.indices} on the CPU alone. On the GPU the kernel must\n"

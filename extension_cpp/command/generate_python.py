@@ -8,6 +8,7 @@ from .generate import (
     backward_inputs,
     checked_gradients,
     checks,
+    checks_of_memory,
     dtypes_of,
     grads_out,
     in_backward,
@@ -181,8 +182,7 @@ def _fake(operator: Operator) -> str:
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {_returned(operator)}:\n"
     text += body([f'match = Match("{operator.name}")', *checks(operator.operands.values(), operator, ANY_OF)])
     for each in operator.written:
-        others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
-        text += body(_checks_of_memory(each, operator, others))
+        text += body(_checks_of_memory(each, operator))
     text += body(["unknown_size = torch.library.get_ctx().new_dynamic_size()"]) if operator.has_unknown_size else ""
     return text + (body([f"return {', '.join(made)}"]) if made else "") + "\n\n"
 
@@ -196,23 +196,18 @@ def _out_fake(operator: Operator) -> str:
     text += body([f'match = Match("{operator.name}")', f'match("{first}", {first}, FLOATING)'])
     for place, each in enumerate(outs):
         made = f"results[{place}]" if len(outs) > 1 else "result"
-        others = [other for other in operator.operands.values() if not other.is_optional]
         text += body(
             [
                 f'match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)})',
                 f'match.sizes("{each.name}", {each.name}, {made}.shape, "the result")',
-                *_checks_of_memory(each, operator, [*others, *outs[:place]]),
+                *_checks_of_memory(each, operator),
             ]
         )
     return text + "\n\n"
 
 
-def _checks_of_memory(written: Operand, operator: Operator, others: list[Operand]) -> list[str]:
-    """Returns the statements that check the memory of a written argument in the fake, as the shim does."""
-    texts = [f'checks.check_writable("{operator.name}", {_named(written)})']
-    texts += [
-        f'checks.check_no_partial_overlap("{operator.name}", {_named(written)}, {_named(each)})' for each in others
-    ]
+def _checks_of_memory(written: Operand, operator: Operator) -> list[str]:
+    texts = [f"checks.{call}" for call in checks_of_memory(written, operator, f'"{operator.name}"', _named)]
     if written.is_list:
         return [f"for i in range(len({written.name})):", *(f"    {text}" for text in texts)]
     return texts

@@ -9,6 +9,7 @@ from .generate import (
     backward_arguments,
     checked_gradients,
     checks,
+    checks_of_memory,
     dtypes_of,
     in_backward,
     in_forward,
@@ -181,12 +182,10 @@ def _checks(operator: Operator) -> str:
             sizes = cpp_shape(f"[{each.below}]", operator, in_forward(operator))
             text += f'  match.index("{each.name}", {each.name}, product_of({sizes}));\n'
     for each in operator.written:
-        others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
         if each.is_list:
             text += f"  for (size_t i = 0; i < {each.name}.size(); ++i) {{\n"
             text += '    const std::string place = "[" + std::to_string(i) + "]";\n'
-        text += f"  check_writable(op, {_named(each)});\n"
-        text += lines(f"check_no_partial_overlap(op, {_named(each)}, {_named(other)});" for other in others)
+        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", _named))
         text += "  }\n" if each.is_list else ""
     return text
 
@@ -210,15 +209,11 @@ def _with_out(operator: Operator) -> str:
     text += _checks(operator) + _allocated(operator).replace(" dtype,", " match.dtype(),")
     text += f"  compute(match, {given});\n  return {_returned([*operator.results])};\n}}\n\n"
     text += f"static void forward_out({with_outs}) {{\n" + _checks(operator)
-    for place, each in enumerate(outs):
+    for each in outs:
         sizes = cpp_shape(each.shape, operator, in_forward(operator))
         text += f'  match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)});\n'
         text += f'  match.sizes("{each.name}", {each.name}, {sizes}, "the result");\n'
-        text += f"  check_writable(op, {_named(each)});\n"
-        others = [other for other in operator.operands.values() if not other.is_optional]
-        text += lines(
-            f"check_no_partial_overlap(op, {_named(each)}, {_named(other)});" for other in (*others, *outs[:place])
-        )
+        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", _named))
     return text + f"  compute(match, {given});\n}}\n"
 
 

@@ -58,11 +58,6 @@ class Operator:
         return self.schema.name
 
     @property
-    def names(self) -> list[str]:
-        """Returns the names of all operands and results."""
-        return [*self.operands, *self.results]
-
-    @property
     def has_unknown_size(self) -> bool:
         return any("?" in each.shape for each in self.results.values())
 
@@ -124,9 +119,8 @@ def describe(
     if operands[names[0]].dtype != "same":
         got = f"{names[0]} of {operands[names[0]].dtype}"
         raise CannotMake(f"expected a floating-point tensor as the first argument, but got {got}")
-    if operands[names[0]].shape == "" and any(each.shape == "[n]" for each in operands.values()):
-        operands[names[0]].shape = "[*, n]"
-    if work == "rows" and not operands[names[0]].shape:
+    has_rows = work == "rows" or any(each.shape == "[n]" for each in operands.values())
+    if has_rows and not operands[names[0]].shape:
         operands[names[0]].shape = "[*, n]"
     given = pairs(shapes, "--shape", list(schema.results))
     results = {
