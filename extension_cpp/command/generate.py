@@ -75,34 +75,6 @@ def is_open(number: Argument) -> bool:
     return number.is_list and not number.length
 
 
-def checks_of_memory(written: Operand, operator: Operator, op: str, named: Callable[[Operand], str]) -> list[str]:
-    """Returns the calls that check the memory of a tensor that is written, beside that of arguments and of the outputs
-    before it. `named` returns two arguments of such a call: a tensor's name and the tensor."""
-    before = [*operator.results.values()]
-    before = before[: before.index(written)] if written in before else []
-    others = [each for each in (*operator.operands.values(), *before) if each is not written and not each.is_optional]
-    calls = [f"check_no_partial_overlap({op}, {named(written)}, {named(each)})" for each in others]
-    return [f"check_writable({op}, {named(written)})", *calls]
-
-
-def dtypes_of(operand: Operand, is_first: bool, any_of: dict[str, str]) -> str:
-    """Returns the dtypes that a tensor may have, as Match gets them. `any_of` has the texts of those without a name."""
-    same = "FLOATING" if is_first else "SAME"
-    return {"same": same, "int64": "INT64", "bool": "BOOL"}.get(operand.dtype) or any_of[operand.dtype]
-
-
-def checks(operands: Iterable[Operand], operator: Operator, any_of: dict[str, str]) -> list[str]:
-    """Returns the calls that check tensors and the lengths of lists of numbers, which are equal in C++ and Python."""
-    calls = []
-    for place, each in enumerate(operands):
-        shape = f', "{each.shape}"' if each.shape else ""
-        calls.append(f'match("{each.name}", {each.name}, {dtypes_of(each, place == 0, any_of)}{shape})')
-    for numbers in operator.schema.number_lists:
-        least, most = (numbers.length, numbers.length) if numbers.length else (0, MOST)
-        calls.append(f'match.length("{numbers.name}", {numbers.name}, {least}, {most})')
-    return calls
-
-
 def saved(operator: Operator) -> list[Operand]:
     """Returns the operands and results that are saved for backward, in the order of backward's schema."""
     return [operator.operands.get(name) or _saved_result(name, operator) for name in operator.saved]
@@ -213,6 +185,37 @@ def schemas_of(operator: Operator) -> list[str]:
     """Returns the schemas of an operator, of its overload .out and of its backward, in the order of `make docs`."""
     found = [forward_schema(operator), *([out_schema(operator)] if operator.schema.has_out else [])]
     return [*found, *([backward_schema(operator)] if operator.grads else [])]
+
+
+# ---- checks, the same in the shim and in the fake ----
+
+
+def checks_of_memory(written: Operand, operator: Operator, op: str, named: Callable[[Operand], str]) -> list[str]:
+    """Returns the calls that check the memory of a tensor that is written, beside that of arguments and of the outputs
+    before it. `named` returns two arguments of such a call: a tensor's name and the tensor."""
+    before = [*operator.results.values()]
+    before = before[: before.index(written)] if written in before else []
+    others = [each for each in (*operator.operands.values(), *before) if each is not written and not each.is_optional]
+    calls = [f"check_no_partial_overlap({op}, {named(written)}, {named(each)})" for each in others]
+    return [f"check_writable({op}, {named(written)})", *calls]
+
+
+def dtypes_of(operand: Operand, is_first: bool, any_of: dict[str, str]) -> str:
+    """Returns the dtypes that a tensor may have, as Match gets them. `any_of` has the texts of those without a name."""
+    same = "FLOATING" if is_first else "SAME"
+    return {"same": same, "int64": "INT64", "bool": "BOOL"}.get(operand.dtype) or any_of[operand.dtype]
+
+
+def checks(operands: Iterable[Operand], operator: Operator, any_of: dict[str, str]) -> list[str]:
+    """Returns the calls that check tensors and the lengths of lists of numbers, which are equal in C++ and Python."""
+    calls = []
+    for place, each in enumerate(operands):
+        shape = f', "{each.shape}"' if each.shape else ""
+        calls.append(f'match("{each.name}", {each.name}, {dtypes_of(each, place == 0, any_of)}{shape})')
+    for numbers in operator.schema.number_lists:
+        least, most = (numbers.length, numbers.length) if numbers.length else (0, MOST)
+        calls.append(f'match.length("{numbers.name}", {numbers.name}, {least}, {most})')
+    return calls
 
 
 def lines(texts: Iterable[str], indent: str = "  ") -> str:
