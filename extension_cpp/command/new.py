@@ -198,9 +198,7 @@ def new(op: Addition, state: str) -> None:
     """Adds an op to this repository. `state` says what its tests do before the user writes anything."""
     texts = tree.sources()
     tree.check_free(op, texts, lambda place: (tree.TREE / place).exists())
-    changed = tree.with_op(texts, op)
-    new, old = ({tree.TREE / place: text for place, text in each.items()} for each in (op.files, changed))
-    plan = Plan(new, old)
+    plan = Plan(tree.in_tree(op.files), tree.in_tree(tree.with_op(texts, op)))
     tree.write(plan)
     tree.report(plan, tree.TREE)
     print(NEXT.format(name=op.name, state=state))
@@ -212,8 +210,7 @@ def new(op: Addition, state: str) -> None:
 def plan_removal(name: str) -> Plan:
     """Plans the reverse of `new`: removes only what `new` writes, and nothing that other code uses."""
     tree.check_identifier("op", name.removesuffix("_"))
-    package = tree.TREE / "extension_cpp"
-    folder, page = package / "csrc" / name, tree.TREE / "docs" / "ops.md"
+    folder = tree.TREE / "extension_cpp" / "csrc" / name
     if not (folder / f"{name}.cpp").exists():
         example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
         raise CannotMake(f"there is no op '{name}': no {folder.relative_to(tree.TREE)}/{name}.cpp{example}")
@@ -224,24 +221,7 @@ def plan_removal(name: str) -> Plan:
         if path.resolve() != tree.TREE.resolve() / path.relative_to(tree.TREE):
             raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     check_unused(name, plan)
-    stub = package / "_ops.pyi"
-    types = rf"(?:^def {name}(?:_double)?(?:_backward)?\((?:.|\n)*?: \.\.\.\n)+"
-    if f"\ndef {name}(" in stub.read_text():  # only differentiable operators are in it
-        plan.changed[stub] = tree.cut(stub, stub.read_text(), types, f"the types of {name}")
-    for path, pattern, what in (
-        *((package / "ops.py", f"^{re.escape(line)}", f"'{line.strip()}'") for line in tree.imports_of(name)),
-        (package / "ops.py", rf"\n^# ---- {name} ----\n.*?(?=\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
-        (package / "ops.py", rf'^    "{name}",\n', f"{name} in __all__"),
-        (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
-        (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
-        (page, rf"\n^## {name}\n.*?(?=\n^## |\Z)", f"a section {name}"),
-    ):
-        plan.changed[path] = tree.cut(path, plan.changed.get(path, path.read_text()), pattern, what)
-    plan.changed[package / "ops.py"] = tree.with_marks(plan.changed[package / "ops.py"])
-    readme = tree.TREE / "README.md"
-    text = readme.read_text()
-    if tree.with_count(text, -1) != text:  # a package's README does not count its ops
-        plan.changed[readme] = tree.with_count(text, -1)
+    plan.changed = tree.in_tree(tree.without_op(tree.sources(), name))
     return plan
 
 

@@ -98,6 +98,10 @@ def sources() -> dict[str, str]:
     return {place: (TREE / place).read_text() for place in places}
 
 
+def in_tree(texts: dict[str, str]) -> dict[Path, str]:
+    return {TREE / place: text for place, text in texts.items()}
+
+
 def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool]) -> None:
     """Refuses an op's name that is taken in the tree of these texts, or that hides a builtin in ops.py."""
     name = op.name
@@ -182,14 +186,6 @@ def with_section(text: str, section: str) -> str:
     return f"{before}\n{section}{modules}{after}"
 
 
-def cut(path: Path, text: str, pattern: str, what: str) -> str:
-    """Returns the text of this file without the one passage that matches a pattern."""
-    text, count = re.subn(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
-    if count != 1:
-        raise CannotMake(f"expected {path.relative_to(TREE)} to have {what} once, but found it {count} times")
-    return text
-
-
 def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
     """Returns the EDITED files of these texts with one more op."""
     ops, table, stub, page, readme = EDITED
@@ -202,6 +198,30 @@ def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
         page: with_row(with_section(texts[page], op.section), op.row),
         readme: with_count(texts[readme], 1),
     }
+    return {place: text for place, text in changed.items() if text != texts[place]}
+
+
+def without_op(texts: dict[str, str], name: str) -> dict[str, str]:
+    """Returns the EDITED files of these texts without an op, as they were before with_op()."""
+    ops, table, stub, page, readme = EDITED
+    passages = [
+        *((ops, f"^{re.escape(line)}", f"'{line.strip()}'") for line in imports_of(name)),
+        (ops, rf"\n^# ---- {name} ----\n.*?(?=\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
+        (ops, rf'^    "{name}",\n', f"{name} in __all__"),
+        (table, rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
+        (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
+        (page, rf"\n^## {name}\n.*?(?=\n^## |\Z)", f"a section {name}"),
+    ]
+    if f"\ndef {name}(" in texts[stub]:  # only differentiable operators are in it
+        types = rf"(?:^def {name}(?:_double)?(?:_backward)?\((?:.|\n)*?: \.\.\.\n)+"
+        passages.append((stub, types, f"the types of {name}"))
+    changed = {place: texts[place] for place in EDITED}
+    for place, pattern, what in passages:
+        changed[place], count = re.subn(pattern, "", changed[place], flags=re.DOTALL | re.MULTILINE)
+        if count != 1:
+            raise CannotMake(f"expected {place} to have {what} once, but found it {count} times")
+    changed[ops] = with_marks(changed[ops])
+    changed[readme] = with_count(changed[readme], -1)
     return {place: text for place, text in changed.items() if text != texts[place]}
 
 
