@@ -330,9 +330,8 @@ def cuda(operator: Operator) -> str:
     if operator.indices:
         text += f"// Nothing has checked the values of {operator.indices}: skip those that are negative or too large.\n"
     text += f'#include "{name}/{name}.h"\n\n#include "common/cuda/vector.cuh"\n\nnamespace {name}_kernels {{\n\n'
-    text += (
-        "constexpr int THREADS = 256;\nconstexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is below 2^31\n"
-    )
+    text += "constexpr int THREADS = 256;\n"
+    text += "constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is below 2^31\n"
     for launch in launches(operator):
         text += "\ntemplate <typename T>\n__global__ void __launch_bounds__(THREADS) "
         text += f"{launch.direction}_kernel({launch.name}_args args) {{\n"

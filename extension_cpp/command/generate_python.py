@@ -153,10 +153,7 @@ def functional(operator: Operator) -> str:
     call = f"_ops.{name}({_names(operator, by_keyword=False)})" if operator.grads else call
     count = len(operator.results)
     if operator.schema.has_out:
-        names = [*operator.results]
-        outs = (
-            ["out=out"] if names == ["out"] else [f"{each}=out{f'[{i}]' * (count > 1)}" for i, each in enumerate(names)]
-        )
+        outs = [f"{each}=out[{i}]" if count > 1 else f"{each}=out" for i, each in enumerate(operator.results)]
         into = f'call("{name}.out", {_names(operator)}, {", ".join(outs)})'
         text += body(["if out is not None:", f"    {into}", "    return out"])
     if count > 1 and not operator.grads:
