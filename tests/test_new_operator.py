@@ -122,6 +122,7 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> Tensor", "--work", "rows", "--role", "x=[n]"], "a shape of x with * for --work rows"),
         (["f(Tensor x) -> Tensor", "--work", "items=[z]"], "the work items to name SymInt arguments, but got 'z'"),
         (["f(Tensor x) -> (Tensor y, Tensor z)", "--shape", "y=z", "z=y"], "or results before it, but got 'z'"),
+        (["f(Tensor x) -> (Tensor y, Tensor z)", "--shape", "z=[*y[1:]]"], "all sizes of the result, *y, but got some"),
         (["f(Tensor x) -> Tensor", "--shape", "out=[x[0]].y"], "but got '[x[0]].y'"),
         (["f(Tensor x, Tensor? m) -> Tensor", "--shape", "out=m"], "that are not optional, or results before it"),
         (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),

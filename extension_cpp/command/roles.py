@@ -340,6 +340,10 @@ def _check_shape(expression: str, operator: Operator, what: str, before: list[st
                     f"expected {what} to name tensors of the schema that are not optional, or results before it, "
                     f"but got '{part.tensor}'"
                 )
+            if part.tensor in operator.results and part != Part(part.tensor):
+                raise CannotMake(
+                    f"expected {what} to name all sizes of the result, *{part.tensor}, but got some of them"
+                )
             continue
         argument = operator.schema.argument(part.number)
         if part.number.isdigit() or (argument is not None and argument.kind == "SymInt"):
