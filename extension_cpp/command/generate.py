@@ -35,10 +35,6 @@ class Launch:
         return f"{self.operator.name}_{self.direction}"
 
     @property
-    def numbers(self) -> list[Argument]:
-        return self.operator.schema.numbers
-
-    @property
     def sizes(self) -> dict[str, str]:
         """Returns a dictionary from the sizes that the shape patterns name to their C++ expressions in the shim.
 
@@ -261,10 +257,11 @@ def _fields(launch: Launch) -> list[str]:
     fields += [f"void *{each.name};" for each in launch.outputs]
     fields += [f"int64_t {each.name}_numel;" for each in launch.tensors]
     fields += [f"int64_t {name};" for name in launch.sizes]
-    for each in launch.numbers:
+    numbers = launch.operator.schema.numbers
+    for each in numbers:
         fields.append(f"{NUMBER_TYPES[each.type]} {each.name}{f'[{each.length or MOST}]' if each.is_list else ''};")
         fields += [f"int64_t {each.name}_count; /* the number of values in {each.name} */"] if is_open(each) else []
-    fields += [f"bool has_{each.name};" for each in launch.numbers if each.is_optional]
+    fields += [f"bool has_{each.name};" for each in numbers if each.is_optional]
     fields += ["int64_t *count;"] if launch.operator.has_unknown_size else []
     return [*fields, "int64_t items;", "dtype_t dtype;"]
 

@@ -131,7 +131,7 @@ def _arguments(launch: Launch, items: str) -> str:
         text += f"  const bool reads_{each.name} = {read};\n"
         text += f"  const Tensor {each.name}_dense = reads_{each.name} ? {made} : as_contiguous({each.name});\n"
     text += lines(f"args.{name} = {size};" for name, size in launch.sizes.items())
-    for number in launch.numbers:
+    for number in launch.operator.schema.numbers:
         name = number.name
         if number.is_list:
             text += f"  set_numbers({name}, args.{name}{f', args.{name}_count' if is_open(number) else ''});\n"

@@ -180,22 +180,17 @@ def with_count(text: str, more: int) -> str:
     return re.sub(r"\*\*(\d+) fast operators\*\*", lambda n: f"**{int(n[1]) + more} fast operators**", text)
 
 
-def with_section(text: str, section: str) -> str:
-    """Adds a section to docs/ops.md after the sections of the other ops."""
-    before, modules, after = text.partition("\n## Modules\n")  # a package's page has no modules
-    return f"{before}\n{section}{modules}{after}"
-
-
 def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
     """Returns the EDITED files of these texts with one more op."""
     ops, table, stub, page, readme = EDITED
     marks = re.findall(r"=([A-Z][A-Z0-9_]+),", op.entry)
     reference = texts[table] + "\n\n"
+    sections, modules, after = texts[page].partition("\n## Modules\n")  # a package's page has no modules
     changed = {
         ops: with_marks(with_entry(texts[ops], op.name, op.entry), marks),
         table: reference + op.reference(reference.count("\n") + 1),
         stub: texts[stub] + op.stub,
-        page: with_row(with_section(texts[page], op.section), op.row),
+        page: with_row(f"{sections}\n{op.section}{modules}{after}", op.row),
         readme: with_count(texts[readme], 1),
     }
     return {place: text for place, text in changed.items() if text != texts[place]}
