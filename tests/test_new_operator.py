@@ -41,8 +41,7 @@ def test_schemas_are_read(text: str) -> None:
     parsed = schema.parse(text)
     shown = parsed.listed(each.text for each in parsed.arguments)
     assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
-    operator = roles.describe(parsed, [], [], [], None, None, "flat")
-    assert schema.parse(generate.forward_schema(operator)) == schema.parse(
+    assert schema.parse(generate.forward_schema(operator_of(text))) == schema.parse(
         re.sub(r"\((Tensor \w+(?:, Tensor \w+)*)\)$", r"(\1)", text)
     )
 

@@ -101,8 +101,7 @@ def described(options: argparse.Namespace, name: str | None) -> Operator | None:
     parsed = schema.parse(options.schema)
     if name not in (None, parsed.name):
         raise CannotMake(f"expected the schema of {name}, but got one of {parsed.name}")
-    words = options.dtype, options.shape, options.role
-    return roles.describe(parsed, *words, options.grad, options.save, options.work or "flat")
+    return roles.describe(parsed, options)
 
 
 def run_new(options: argparse.Namespace) -> None:

@@ -3,9 +3,10 @@
 The options give the roles, dtypes and shapes of tensors, the derivatives, and the work items of the kernels.
 """
 
+import argparse
 import keyword
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .errors import CannotMake
 from .schema import C_KEYWORDS, Argument, Schema
@@ -49,9 +50,9 @@ class Operator:
     schema: Schema
     operands: dict[str, Operand]  # the tensors of the schema
     results: dict[str, Operand]  # their `shape` is an expression, "x" or a list of sizes, and no pattern
-    grads: list[str] = field(default_factory=list)
-    saved: list[str] = field(default_factory=list)  # names of the operands and results that backward reads
-    work: str = "flat"  # "flat", "rows", or "items=" and the expression of a shape
+    grads: list[str]
+    saved: list[str]  # names of the operands and results that backward reads
+    work: str  # "flat", "rows", or "items=" and the expression of a shape
 
     @property
     def name(self) -> str:
@@ -95,26 +96,23 @@ def pairs(words: list[str], option: str, known: list[str]) -> dict[str, str]:
     return found
 
 
-def describe(
-    schema: Schema,
-    dtypes: list[str],
-    shapes: list[str],
-    roles: list[str],
-    grads: list[str] | None,
-    saved: list[str] | None,
-    work: str,
-) -> Operator:
-    """Returns the operator that a schema and options describe. Raises CannotMake if they do not fit together."""
+def describe(schema: Schema, options: argparse.Namespace) -> Operator:
+    """Returns the operator that a schema and the options of add_schema() in new.py describe.
+
+    Raises CannotMake if they do not fit together.
+    """
     _check_supported(schema)
-    if saved is not None and not grads:
+    if options.save is not None and not options.grad:
         raise CannotMake("expected --grad beside --save, which says what backward reads")
+    work = options.work or "flat"
     names = [each.name for each in schema.tensors]
-    dtype = pairs(dtypes, "--dtype", [*names, *schema.results])
+    saved = names if options.save is None else options.save
+    dtype = pairs(options.dtype, "--dtype", [*names, *schema.results])
     for each in dtype.values():
         if each not in C_TYPES:
             raise CannotMake(f"expected a dtype of {', '.join(C_TYPES)}, but got '{each}'")
     operands = {each.name: _operand(each, schema.tensors[0], dtype) for each in schema.tensors}
-    for name, role in pairs(roles, "--role", names).items():
+    for name, role in pairs(options.role, "--role", names).items():
         _give_role(operands[name], role, names[: names.index(name)])
     if operands[names[0]].dtype != "same":
         got = f"{names[0]} of {operands[names[0]].dtype}"
@@ -122,12 +120,12 @@ def describe(
     has_rows = work == "rows" or any(each.shape == "[n]" for each in operands.values())
     if has_rows and not operands[names[0]].shape:
         operands[names[0]].shape = "[*, n]"
-    given = pairs(shapes, "--shape", list(schema.results))
+    given = pairs(options.shape, "--shape", list(schema.results))
     results = {
         name: Operand(name, dtype.get(name, "same"), given.get(name, names[0]), is_written=schema.has_out)
         for name in schema.results
     }
-    operator = Operator(schema, operands, results, list(grads or []), list(saved if saved is not None else names), work)
+    operator = Operator(schema, operands, results, options.grad or [], saved, work)
     _check_names(operator)
     _check_roles_of_lists(operator)
     _check_gradients(operator)
