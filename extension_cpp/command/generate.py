@@ -300,10 +300,8 @@ def cpu(operator: Operator) -> str:
     text += f'\n#define KERNEL_BODY "{name}/{name}_cpu_kernel.h"\n#include "common/cpu/for_each_dtype.h"\n\n'
     for each in launches(operator):
         text += f"static void {each.name}_cpu_range(int64_t begin, int64_t end, const {each.direction}_args *args) {{\n"
-        text += (
-            f"  for (int64_t i = begin; i < end; ++i) DISPATCH_DTYPE(args->dtype, {each.direction}_item, args, i);\n"
-        )
-        text += "}\n\n"
+        text += "  for (int64_t i = begin; i < end; ++i)"
+        text += f" DISPATCH_DTYPE(args->dtype, {each.direction}_item, args, i);\n}}\n\n"
     return text + "".join(f"CPU_ENTRY({each.name}_cpu, {each.direction}_args)\n" for each in launches(operator))
 
 

@@ -249,10 +249,8 @@ def test(operator: Operator) -> str:
     text += "import extension_cpp\n" if has_out else ""
     text += "from tests.checks import as_tuple\n"
     text += "from tests.generated import check_out\n" if has_out else ""
-    text += f"from tests.specs.{name} import SPEC\n\n\n"
-    text += (
-        '@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)\n'
-    )
+    text += f"from tests.opspec import DTYPES\nfrom tests.specs.{name} import SPEC\n\n\n"
+    text += '@pytest.mark.parametrize("dtype", DTYPES, ids=str)\n'
     text += "def test_dtypes(dtype: torch.dtype, device: str) -> None:\n"
     found = ("dtype" if each.dtype == "same" else f"torch.{each.dtype}" for each in _battery_results(operator))
     text += body(

@@ -17,11 +17,8 @@ def words_of(pattern: str) -> list[str]:
 def pattern(role: str, name: str) -> str:
     """Returns the shape pattern of a role, spaced as match.h reads it. Raises CannotMake if it is not valid."""
     words = [word for word in words_of(role) if word]
-    if (
-        not role.endswith("]")
-        or any(not re.fullmatch(r"\*|\d+|[a-z]\w*", word) for word in words)
-        or words.count("*") > 1
-    ):
+    are_sizes = all(re.fullmatch(r"\*|\d+|[a-z]\w*", word) for word in words)
+    if not role.endswith("]") or not are_sizes or words.count("*") > 1:
         raise CannotMake(f"expected sizes of {name} such as [*, rows, 4], with * once at most, but got '{role}'")
     return f"[{', '.join(words)}]"
 
