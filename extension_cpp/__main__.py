@@ -11,6 +11,7 @@ from typing import Any
 import extension_cpp
 
 from .command import package, scaffold
+from .command.errors import CannotMake
 from .command.new import Parser, add_new, add_remove, add_schema, dispatch, run_command
 
 DEMO_NEEDS = ("rich", "matplotlib")
@@ -107,12 +108,12 @@ def plan_arguments(options: argparse.Namespace) -> tuple[str, str, int, int]:
     op, dtype, shape = options.plan
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
     if op not in info.NORMS:
-        raise SystemExit(f"error: expected OP to be one of {', '.join(info.NORMS)}, but got '{op}'")
+        raise CannotMake(f"expected OP to be one of {', '.join(info.NORMS)}, but got '{op}'")
     for name in (dtype, options.weights or dtype):
         if name not in info.DTYPES:
-            raise SystemExit(f"error: expected DTYPE to be one of {', '.join(info.DTYPES)}, but got '{name}'")
+            raise CannotMake(f"expected DTYPE to be one of {', '.join(info.DTYPES)}, but got '{name}'")
     if match is None:
-        raise SystemExit(f"error: expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
+        raise CannotMake(f"expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
     return op, dtype, int(match[1]), int(match[2])
 
 
@@ -154,10 +155,7 @@ def run_demo(options: argparse.Namespace) -> int:
         return fail(problem)
     from .command import demo
 
-    try:
-        return demo.run(options.device, options.steps)
-    except demo.CannotRun as error:
-        return fail(error)
+    return demo.run(options.device, options.steps)
 
 
 def run_info(options: argparse.Namespace) -> int:
@@ -173,10 +171,7 @@ def run_info(options: argparse.Namespace) -> int:
 def run_check(options: argparse.Namespace) -> int:
     from .command import check
 
-    try:
-        return check.run(options)
-    except check.CannotCheck as error:
-        return fail(error)
+    return check.run(options)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from extension_cpp.command import generate, generate_python, generate_shim, gene
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
+from tests.generated import Fit
 from tests.opspec import Sample, indices_below
 from tests.test_scaffold import contents, lint, run, run_python, with_objects
 
@@ -40,8 +41,7 @@ def test_schemas_are_read(text: str) -> None:
     parsed = schema.parse(text)
     shown = parsed.listed(each.text for each in parsed.arguments)
     assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
-    operator = roles.describe(parsed, [], [], [], None, None, "flat")
-    assert schema.parse(generate.forward_schema(operator)) == schema.parse(
+    assert schema.parse(generate.forward_schema(operator_of(text))) == schema.parse(
         re.sub(r"\((Tensor \w+(?:, Tensor \w+)*)\)$", r"(\1)", text)
     )
 
@@ -121,6 +121,7 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> Tensor", "--work", "rows", "--role", "x=[n]"], "a shape of x with * for --work rows"),
         (["f(Tensor x) -> Tensor", "--work", "items=[z]"], "the work items to name SymInt arguments, but got 'z'"),
         (["f(Tensor x) -> (Tensor y, Tensor z)", "--shape", "y=z", "z=y"], "or results before it, but got 'z'"),
+        (["f(Tensor x) -> (Tensor y, Tensor z)", "--shape", "z=[*y[1:]]"], "all sizes of the result, *y, but got some"),
         (["f(Tensor x) -> Tensor", "--shape", "out=[x[0]].y"], "but got '[x[0]].y'"),
         (["f(Tensor x, Tensor? m) -> Tensor", "--shape", "out=m"], "that are not optional, or results before it"),
         (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),
@@ -315,7 +316,7 @@ def test_entries_say_what_nested_tensors_and_dtensors_get(name: str) -> None:
 
 def test_kernels_get_a_mask_in_the_shape_to_which_it_broadcasts() -> None:
     shim = generate_shim.shim(operator_of(*PLANTED["planted_scale"]))
-    assert "as_expanded(*mask, x.sizes())" in shim and "as_expanded(*mask, grad_out.sizes())" in shim
+    assert "as_expanded(mask, x.sizes())" in shim and "as_expanded(mask, grad_out.sizes())" in shim
     shim = generate_shim.shim(operator_of("f(Tensor x, Tensor mask, SymInt k) -> Tensor", "--shape", "out=[k]"))
     assert "as_expanded(mask, x.sizes())" in shim
 
@@ -342,7 +343,7 @@ def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str]
 def samples_of(shape: tuple[int, ...], *words: str) -> list[Any]:
     """Returns the arguments of the samples that the spec of a schema makes for a shape."""
     text = generate_tests.spec(operator_of(*words))
-    names: dict[str, Any] = {"Sample": Sample, "torch": torch, "indices_below": indices_below}
+    names: dict[str, Any] = {"Fit": Fit, "Sample": Sample, "torch": torch, "indices_below": indices_below}
     exec(re.search(r"def sample_inputs(?:.|\n)+?\n\n\n", text)[0], names)  # type: ignore[index]  # each spec has it
     return [sample.args for sample in names["sample_inputs"](torch.ones, shape)]
 

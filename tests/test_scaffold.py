@@ -514,7 +514,8 @@ def test_a_new_package_with_the_newest_torch(tmp_path, device):
 
 @pytest.mark.slow
 def test_commands_of_an_installed_wheel(tree, tmp_path):
-    """An installed wheel contains all that new-package needs. `new` fails there, because there is no source tree."""
+    """An installed wheel contains all that new-package and the demo need. `new` fails there, because there is no source
+    tree."""
     pack = ["setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path]  # pip calls the same, but takes longer
     run(sys.executable, *pack, cwd=tree, env=with_objects(tree))
     (file,) = tmp_path.glob("*.whl")
@@ -531,6 +532,9 @@ def test_commands_of_an_installed_wheel(tree, tmp_path):
     )
     modules = [run_python("-c", import_all, cwd=where).stdout.split() for where in (installed, ROOT)]
     assert modules[0] == modules[1] and "extension_cpp.convert.norms" in modules[0]
+    of_demo = "from extension_cpp.command import demo_table; print(*(spec.name for spec in demo_table.specs()))"
+    shown = [run_python("-c", of_demo, cwd=where).stdout.split() for where in (installed, ROOT)]
+    assert shown[0] == shown[1] and "rms_norm" in shown[0]
     compileall.compile_dir(installed, quiet=1)  # as pip does
     for templates in (*scaffold.OP_KINDS, "package"):
         there = installed / "extension_cpp" / "tree" / "templates" / templates

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .check_battery import CHECKS
-from .check_case import CannotCheck, Checked, NotRun, Refused, checks, opspec, sentence
+from .check_case import Checked, NotRun, Refused, checks, opspec, sentence
+from .errors import CannotMake
 
 SHAPES = ((33, 257), (2, 3, 64))  # shapes of the samples that an OpSpec makes
 
@@ -40,7 +41,7 @@ def load(text: str, what: str) -> Any:
         found = importlib.import_module(module)
         return functools.reduce(getattr, name.split("."), found) if name else found
     except Exception as error:
-        raise CannotCheck(f"{what} {text} cannot be imported: {sentence(error)}") from None
+        raise CannotMake(f"{what} {text} cannot be imported: {sentence(error)}") from None
 
 
 def find(name: str) -> torch._ops.OpOverload:
@@ -48,13 +49,13 @@ def find(name: str) -> torch._ops.OpOverload:
     op, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), op, None) if namespace and op else None
     if packet is None:
-        raise CannotCheck(f"expected an operator as ns::op, but nothing registered {name}")
+        raise CannotMake(f"expected an operator as ns::op, but nothing registered {name}")
     known = [each for each in packet.overloads() if torch._C._dispatch_has_kernel(getattr(packet, each).name())]
     if not overload and len(known) > 1 and "default" not in known:
-        raise CannotCheck(f"expected one of {', '.join(f'{namespace}::{op}.{each}' for each in known)}, but got {name}")
+        raise CannotMake(f"expected one of {', '.join(f'{namespace}::{op}.{each}' for each in known)}, but got {name}")
     overload = overload or ("default" if "default" in known else known[0])
     if overload not in known:
-        raise CannotCheck(f"expected an overload of {namespace}::{op} among {', '.join(known)}, but got {overload}")
+        raise CannotMake(f"expected an overload of {namespace}::{op} among {', '.join(known)}, but got {overload}")
     return getattr(packet, overload)
 
 
@@ -71,7 +72,7 @@ def evaluated(text: str, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
     try:
         return as_arguments(eval(text, {"torch": torch}))
     except Exception as error:
-        raise CannotCheck(f"--sample {text} cannot be evaluated: {sentence(error)}") from None
+        raise CannotMake(f"--sample {text} cannot be evaluated: {sentence(error)}") from None
 
 
 def of_file(path: str) -> Any:
@@ -79,10 +80,10 @@ def of_file(path: str) -> Any:
     try:
         space = runpy.run_path(path)
     except Exception as error:
-        raise CannotCheck(f"--spec {path} cannot be run: {sentence(error)}") from None
+        raise CannotMake(f"--spec {path} cannot be run: {sentence(error)}") from None
     found = next((space[name] for name in ("spec", "SPEC", "samples") if name in space), None)
     if found is None:
-        raise CannotCheck(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
+        raise CannotMake(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
     return found
 
 
@@ -111,7 +112,7 @@ def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     found = [each for each in there if only in (None, each) and has(op.name(), each.upper())]
     if not found:
-        raise CannotCheck(f"{op.name()} has no kernel for {only or 'a device of this machine'}, or it is not here")
+        raise CannotMake(f"{op.name()} has no kernel for {only or 'a device of this machine'}, or it is not here")
     return found
 
 
@@ -134,7 +135,7 @@ def run(options: Namespace) -> int:
     op, spec = find(options.operator), of_file(options.spec) if options.spec else None
     reference = load(options.reference, "--reference") if options.reference else getattr(spec, "reference", None)
     if torch.Tag.nondeterministic_seeded in op.tags and not options.random:
-        raise CannotCheck(f"{op.name()} draws random numbers: expected --random")
+        raise CannotMake(f"{op.name()} draws random numbers: expected --random")
     print(op._schema)
     refused = []
     for device in devices(op, options.device):
@@ -143,12 +144,12 @@ def run(options: Namespace) -> int:
                 Checked(op, source, reference, device, options.random)
                 for source in sources(options.sample, spec, device)
             ]
-        except CannotCheck:
+        except CannotMake:
             raise
         except Exception as error:
-            raise CannotCheck(f"a sample of {options.spec} cannot be made: {sentence(error)}") from None
+            raise CannotMake(f"a sample of {options.spec} cannot be made: {sentence(error)}") from None
         if not cases:
-            raise CannotCheck("expected a sample, by --sample or --spec, but got none")
+            raise CannotMake("expected a sample, by --sample or --spec, but got none")
         for case in cases:
             print(f"{device}: {case.words(case.draw())}")
         refused += run_checks(cases)

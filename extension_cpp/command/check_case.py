@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from .errors import CannotMake
 from .tree import TREE
 
 
@@ -22,10 +23,6 @@ class Refused(Exception):
 
 class NotRun(Exception):
     """Says why a check does not apply to this operator."""
-
-
-class CannotCheck(Exception):
-    """Says in one sentence why nothing can be checked."""
 
 
 def of_tests(*names: str) -> list[Any]:
@@ -105,7 +102,7 @@ class Checked:
         args, self.keys = source(0)
         schema = {argument.name: argument for argument in op._schema.arguments}
         if len(args) > len(schema) or self.keys.keys() - schema.keys():
-            raise CannotCheck(f"expected arguments of {op._schema}, but got {len(args)} and {[*self.keys]} by name")
+            raise CannotMake(f"expected arguments of {op._schema}, but got {len(args)} and {[*self.keys]} by name")
         for name, value in [*zip(schema, args, strict=False), *self.keys.items()]:
             count = len(tree_flatten(value, is_plain)[0])
             self.written += range(len(self.names), len(self.names) + count) if is_written(schema[name]) else []
@@ -113,13 +110,13 @@ class Checked:
         sample = self.draw()
         self.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in sample.args]
         if any(dtype is not None and dtype.is_complex for dtype in self.dtypes):
-            raise CannotCheck(f"expected real tensors, but got {self.words(sample)}")
+            raise CannotMake(f"expected real tensors, but got {self.words(sample)}")
         self.count = self.every = len(self.tried("operator", self.call, sample))
         if reference is not None:
             double = judge.convert(opspec.Sample(tuple(map(on_cpu, sample.args))), torch.float64)
             count = len(self.tried("reference", self.right, double))
             if not 0 < count <= self.count:
-                raise CannotCheck(
+                raise CannotMake(
                     f"expected as many results as the operator's {self.count}, but the reference has {count}"
                 )
             self.count = count
@@ -139,7 +136,7 @@ class Checked:
         try:
             return call(*sample.args)
         except Exception as error:
-            raise CannotCheck(f"{self.words(sample)}: the {who} raised {sentence(error)}") from error
+            raise CannotMake(f"{self.words(sample)}: the {who} raised {sentence(error)}") from error
 
     def draw(self, seed: int = 0) -> Any:
         """Draws the sample of this seed, with its tensors in new memory on the device."""

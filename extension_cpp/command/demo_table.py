@@ -1,13 +1,15 @@
-"""Prints the table with which the demo begins: error and time of every operator, beside those of eager PyTorch."""
+"""Prints the table with which the demo begins: error and time of every operator, beside those of eager PyTorch.
+
+The calls are those that the benchmarks time, from the specs in tests/.
+"""
 
 import contextlib
 import ctypes
-import inspect
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,10 +18,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-import extension_cpp
-
-from .. import reference
+from .check_case import checks, judge, of_tests, opspec
 from .once import once_cpu, once_cuda
+from .tree import TREE
 
 COLUMNS = 1024
 ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}
@@ -27,72 +28,35 @@ ROWS_CHECKED = 2**8
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SECONDS_A_ROW = 0.4  # seconds of timing per row, after two rounds of warm-up
 
-# For each op the fastest function of eager PyTorch: PyTorch's own function if there is one, else that in reference.py.
-EAGER = SimpleNamespace(
-    **vars(reference)
-    | {name: getattr(F, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
-    | {
-        "bias_gelu": lambda x, bias: F.gelu(x + bias),
-        "geglu": lambda gate, up: F.gelu(gate) * up,
-        "swiglu": lambda gate, up: F.silu(gate) * up,
-        "linear_cross_entropy": lambda x, linear_weight, target: F.cross_entropy(F.linear(x, linear_weight), target),
-        "layer_norm_dropout": lambda x, normalized_shape, weight, bias, p: F.dropout(
-            F.layer_norm(x, normalized_shape, weight, bias), p
-        ),
-    }
-)
-
-# The shape of a tensor argument, as a function of the number of rows. Equal names have equal shapes in all operators.
-SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    **dict.fromkeys(("a", "b", "gate", "input", "logits", "residual", "up", "x"), lambda rows: (rows, COLUMNS)),
-    **dict.fromkeys(("bias", "weight"), lambda rows: (COLUMNS,)),
-    **dict.fromkeys(("q", "k"), lambda rows: (1, 16, rows, COLUMNS // 16)),  # the elements of x as 16 heads
-    **dict.fromkeys(("cos", "sin"), lambda rows: (1, rows, COLUMNS // 16)),
-    "linear_weight": lambda rows: (COLUMNS, COLUMNS),
-    "target": lambda rows: (rows,),
+# PyTorch's own functions, where the benchmarks compare with the formula of reference.py.
+EAGER: dict[str, Callable[..., Any]] = {
+    "mish": F.mish,
+    "linear_cross_entropy": lambda x, linear_weight, target: F.cross_entropy(F.linear(x, linear_weight), target),
 }
-VALUES = {"c": 0.5, "decay": 0.5, "dim": -1, "normalized_shape": (COLUMNS,), "p": 0.1, "scale": 0.5}
 
 
-class Case:
-    """One operator, with the arguments of its call by parameter name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        parameters = inspect.signature(getattr(extension_cpp, name)).parameters
-        left = {"weight"} if "target" in parameters else set()  # leaves out the weights of the classes
-        left |= {each for each in parameters if each == "p" and parameters[each].default == 0}
-        self.names = [each for each in parameters if each in {*SHAPES, *VALUES} - left]
-        needed = {each for each, parameter in parameters.items() if parameter.default is parameter.empty}
-        self.is_known = needed <= {*self.names}
-
-    def call(self, namespace: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Calls the namespace's function with the name of this operator, and returns its outputs as a tuple."""
-        values = {name: VALUES[name] for name in self.names if name in VALUES}
-        result = getattr(namespace, self.name)(**tensors, **values)
-        return result if isinstance(result, tuple) else (result,)
-
-    def make(self, rows: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Makes the tensors of a call. All except the target, cos and sin require grad."""
-        generator = torch.Generator(device).manual_seed(0)
-        made = {}
-        if "linear_weight" in self.names:  # fewer rows, because a matrix product takes long
-            rows = max(rows // 16, 1)
-        for name in (name for name in self.names if name in SHAPES):
-            shape = SHAPES[name](rows)
-            if name == "target":
-                made[name] = torch.randint(COLUMNS, shape, generator=generator, device=device)
-                continue
-            x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-            x = x / COLUMNS**0.5 if name == "linear_weight" else x
-            made[name] = x.requires_grad_(name not in ("cos", "sin"))
-        return made
+def specs() -> list[Any]:
+    """Returns the OpSpec of every operator, with a call without dropout where there is one."""
+    names = sorted(path.stem for path in (TREE / "tests" / "specs").glob("*.py") if path.stem != "__init__")
+    found = [module.SPEC for module in of_tests(*(f"specs.{name}" for name in names))]
+    return [
+        replace(spec, bench=spec.variants["p0"], positional=False) if "p0" in spec.variants else spec for spec in found
+    ]
 
 
-def cases() -> list[Case]:
-    """Returns the operators whose argument names are known here, in the order of reference.py."""
-    found = (Case(name) for name in vars(reference) if name in extension_cpp.__all__)
-    return [case for case in found if case.is_known]
+def eager(spec: Any) -> Callable[..., Any]:
+    """Returns the fastest function of eager PyTorch for the operator."""
+    return EAGER.get(spec.name) or spec.bench.stock or spec.reference
+
+
+def make_sample(spec: Any, rows: int, device: str, dtype: torch.dtype, needs_grad: bool = True) -> Any:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_(needs_grad)
+
+    rows = max(rows // 16, 1) if spec.has_products else rows  # because a matrix product takes long
+    return spec.bench.sample(make, (rows, COLUMNS))
 
 
 def keep_memory() -> None:
@@ -107,41 +71,23 @@ def keep_memory() -> None:
 # ---- errors ----
 
 
-def results(case: Case, namespace: Any, tensors: dict[str, Tensor], grads_out: tuple[Tensor, ...]) -> list[Tensor]:
-    """Calls a function, and returns its outputs and the gradients of all tensors that require grad."""
-    outputs = case.call(namespace, tensors)
-    leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads_out)]
+def largest_error(found: Any, truth: Any) -> float:
+    """Returns the largest error of results and gradients, relative to the largest exact value."""
+    pairs = zip(found.tensors(), truth.tensors(), strict=True)
+    return max(float((got.double() - want).abs().max() / want.abs().max()) for (_, got), (_, want) in pairs)
 
 
-def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
-    """Returns the largest error, relative to the largest exact value."""
-    pairs = zip(found, truth, strict=True)
-    return float(torch.stack([(got.double() - want).abs().max() / want.abs().max() for got, want in pairs]).max())
-
-
-def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
+def largest_errors(spec: Any, device: str, dtype: torch.dtype) -> list[float]:
     """Returns the largest error of this package's results and gradients, and then that of eager PyTorch's. With dropout
     there is no second number, because eager PyTorch draws another mask than the exact results have."""
-    tensors = case.make(ROWS_CHECKED, device, dtype)
-    exact = {
-        name: each.detach().double().requires_grad_(each.requires_grad) if each.is_floating_point() else each
-        for name, each in tensors.items()
-    }
-    generator = torch.Generator(device).manual_seed(1)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        outputs = case.call(reference, exact)
-    grads_out = tuple(torch.randn(y.shape, generator=generator, device=device).to(dtype) for y in outputs)
-    torch.manual_seed(0)
-    truth = results(case, reference, exact, tuple(grad.double() for grad in grads_out))
+    sample = make_sample(spec, ROWS_CHECKED, device, dtype)
+    truth = judge.run(spec.reference, judge.convert(sample, torch.float64), checks.random_grad())
     errors = []
-    for namespace in (extension_cpp, *([] if "p" in case.names else [EAGER])):
+    for function in (spec.function, *([] if spec.positional else [eager(spec)])):
         # Memory is filled with NaN and freed, so that a result has NaN where the kernel does not write an element.
-        poison = [torch.full_like(x, torch.nan) for x in 3 * [*tensors.values()] if x.is_floating_point()]
+        poison = [torch.full_like(x, torch.nan) for x in 3 * opspec.leaves(sample)]
         del poison
-        torch.manual_seed(0)  # the reference draws its dropout mask from the same seed
-        errors.append(largest_error(results(case, namespace, tensors, grads_out), truth))
+        errors.append(largest_error(judge.run(function, sample, checks.random_grad()), truth))
     return errors
 
 
@@ -161,15 +107,17 @@ def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float)
     return {name: statistics.median(each[2:]) for name, each in times.items()}
 
 
-def to_time(case: Case, tensors: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+def to_time(spec: Any, rows: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """Returns four functions to time: of this package's op and of eager PyTorch's function, the forward without
     gradients, and forward and backward together."""
-    detached = {name: tensor.detach() for name, tensor in tensors.items()}
-    grads_out = tuple(torch.ones_like(y) for y in case.call(EAGER, detached))
+    sample = make_sample(spec, rows, device, dtype)
+    bare = make_sample(spec, rows, device, dtype, needs_grad=False)
+    results = opspec.as_tuple(spec.function(*sample.args, **sample.kwargs))
+    grads = [torch.ones_like(y) for y in results if y.requires_grad]
     functions: dict[str, Callable[[], Any]] = {}
-    for name, namespace in (("ours", extension_cpp), ("eager", EAGER)):
-        functions[name] = partial(case.call, namespace, detached)
-        functions[name + " both"] = partial(results, case, namespace, tensors, grads_out)
+    for name, function in (("ours", spec.function), ("eager", eager(spec))):
+        functions[name] = partial(function, *bare.args, **bare.kwargs)
+        functions[name + " both"] = partial(judge.run_with, function, sample, grads)
     return functions
 
 
@@ -196,15 +144,15 @@ def show(device: str, console: Console) -> None:
     keep_memory()
     ratios: dict[str, float] = {}
     with console.status("measuring") as status:
-        for case in cases():
-            status.update(f"measuring {case.name}")
-            errors = largest_errors(case, device, dtype)
-            took = medians(to_time(case, case.make(rows, device, dtype)), device, SECONDS_A_ROW)
-            cells = [case.name, " / ".join([*(f"{error:.1e}" for error in errors), "-"][:2])]
+        for spec in specs():
+            status.update(f"measuring {spec.name}")
+            errors = largest_errors(spec, device, dtype)
+            took = medians(to_time(spec, rows, device, dtype), device, SECONDS_A_ROW)
+            cells = [spec.name, " / ".join([*(f"{error:.1e}" for error in errors), "-"][:2])]
             table.add_row(
                 *cells, *milliseconds(took["ours"], took["eager"]), *milliseconds(took["ours both"], took["eager both"])
             )
-            ratios[case.name] = took["eager both"] / took["ours both"]
+            ratios[spec.name] = took["eager both"] / took["ours both"]
     console.print(table)
     console.print(
         "error: the largest of results and gradients against float64, relative to the largest true value, on memory "

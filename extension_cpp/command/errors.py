@@ -1,5 +1,5 @@
-"""The error of the commands that write files."""
+"""The error of the commands."""
 
 
 class CannotMake(Exception):
-    """Says in one sentence why the files cannot be written."""
+    """Says in one sentence why a command does nothing, such as writing no files."""

@@ -4,11 +4,12 @@ The module also has the functions that the generators of the other files share. 
 write zeros into all outputs. tree.laid_out() formats the C code later.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .roles import C_TYPES, MOST, Operand, Operator, parts, words_of
+from .roles import C_TYPES, MOST, Operand, Operator
 from .schema import Argument
+from .shapes import Part, parts, words_of
 
 # Marks the place for the formula. If a result is wrong, tests/judge.py names the lines that still have this mark.
 MARK = "WRITE THE FORMULA HERE: so far these are zeros."
@@ -32,10 +33,6 @@ class Launch:
     @property
     def name(self) -> str:
         return f"{self.operator.name}_{self.direction}"
-
-    @property
-    def numbers(self) -> list[Argument]:
-        return self.operator.schema.numbers
 
     @property
     def sizes(self) -> dict[str, str]:
@@ -72,11 +69,6 @@ def launches(operator: Operator) -> list[Launch]:
 def is_open(number: Argument) -> bool:
     """Returns whether a number is a list of any length, as int[] is, so that kernels get its length, too."""
     return number.is_list and not number.length
-
-
-def bounds(numbers: Argument) -> str:
-    """Returns the least and the greatest length of a list of numbers, as arguments of Match.length."""
-    return f"{numbers.length}, {numbers.length}" if numbers.length else f"0, {MOST}"
 
 
 def saved(operator: Operator) -> list[Operand]:
@@ -116,35 +108,54 @@ def grads_out(operator: Operator) -> list[Operand]:
     ]
 
 
-def in_backward(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the operands whose sizes backward knows to the C++ expressions of these sizes.
+def in_forward(operator: Operator) -> dict[str, str]:
+    """Returns a dictionary from the operands to the C++ expressions of their sizes.
 
     Lists of numbers are in it, too, because a shape may have their values as sizes.
     """
-    known = {name: f"{name}.sizes()" for name in operator.saved if name in operator.operands}
-    known |= {each.name: each.name for each in operator.schema.number_lists}
+    lists = {each.name: each.name for each in operator.schema.number_lists}
+    return {name: f"{name}.sizes()" for name in operator.operands} | lists
+
+
+def in_backward(operator: Operator) -> dict[str, str]:
+    """Returns those entries of in_forward() that backward knows, and those of tensors of which it gets the sizes."""
+    known = {name: text for name, text in in_forward(operator).items() if name in operator.saved or name == text}
     return known | {name: f"{name}_sizes" for name in operator.sizes_of}
 
 
-def tensors_in(expression: str, operator: Operator) -> set[str]:
-    """Returns the operands whose sizes a shape expression uses, directly or through the shape of a result."""
-    found: set[str] = set()
-    for part in parts(expression, operator):
-        if part.tensor in operator.results:
-            found |= tensors_in(operator.results[part.tensor].shape, operator)
-        elif part.tensor:
-            found.add(part.tensor)
+def resolved(expression: str, operator: Operator) -> list[Part]:
+    """Returns the parts of a shape expression, with those of a result's shape in place of the result."""
+    found: list[Part] = []
+    for part in parts(expression):
+        result = operator.results.get(part.tensor)
+        found += [part] if result is None else resolved(result.shape, operator)
     return found
 
 
+def checked_gradients(operator: Operator) -> Iterator[tuple[Operand, str, str]]:
+    """Yields each gradient of a result that backward checks by the sizes it knows, with the result's shape and name."""
+    known = in_backward(operator)
+    for result, grad in zip(operator.differentiable_results, grads_out(operator), strict=True):
+        used = {part.tensor for part in resolved(result.shape, operator) if part.tensor}
+        if not grad.shape and used <= known.keys():
+            yield grad, result.shape, result.name
+
+
+def backward_arguments(operator: Operator) -> list[Argument]:
+    """Returns the arguments of backward: the results' gradients, what is saved, sizes of what is not, and numbers."""
+    tensors = [*grads_out(operator), *saved(operator)]
+    return [
+        *(Argument(each.name, "Tensor", each.is_optional) for each in tensors),
+        *(Argument(f"{name}_sizes", "SymInt", operator.operands[name].is_optional, True) for name in operator.sizes_of),
+        *(replace(each, default=None) for each in operator.schema.numbers),
+    ]
+
+
 def backward_schema(operator: Operator) -> str:
-    grads = [f"Tensor grad_{each.name}" for each in operator.differentiable_results]
-    kept = [f"Tensor{'?' if each.is_optional else ''} {each.name}" for each in saved(operator)]
-    sizes = [f"SymInt[]{'?' if operator.operands[name].is_optional else ''} {name}_sizes" for name in operator.sizes_of]
-    numbers = [f"{each.kind} {each.name}" for each in operator.schema.numbers]
     made = [f"Tensor grad_{name}" for name in operator.grads]
     results = f"({', '.join(made)})" if len(made) > 1 else "Tensor"
-    return f"{operator.name}_backward({', '.join([*grads, *kept, *sizes, *numbers])}) -> {results}"
+    arguments = ", ".join(each.text for each in backward_arguments(operator))
+    return f"{operator.name}_backward({arguments}) -> {results}"
 
 
 def forward_schema(operator: Operator) -> str:
@@ -172,6 +183,37 @@ def schemas_of(operator: Operator) -> list[str]:
     return [*found, *([backward_schema(operator)] if operator.grads else [])]
 
 
+# ---- checks, the same in the shim and in the fake ----
+
+
+def checks_of_memory(written: Operand, operator: Operator, op: str, named: Callable[[Operand], str]) -> list[str]:
+    """Returns the calls that check the memory of a tensor that is written, beside that of arguments and of the outputs
+    before it. `named` returns two arguments of such a call: a tensor's name and the tensor."""
+    before = [*operator.results.values()]
+    before = before[: before.index(written)] if written in before else []
+    others = [each for each in (*operator.operands.values(), *before) if each is not written and not each.is_optional]
+    calls = [f"check_no_partial_overlap({op}, {named(written)}, {named(each)})" for each in others]
+    return [f"check_writable({op}, {named(written)})", *calls]
+
+
+def dtypes_of(operand: Operand, is_first: bool, any_of: dict[str, str]) -> str:
+    """Returns the dtypes that a tensor may have, as Match gets them. `any_of` has the texts of those without a name."""
+    same = "FLOATING" if is_first else "SAME"
+    return {"same": same, "int64": "INT64", "bool": "BOOL"}.get(operand.dtype) or any_of[operand.dtype]
+
+
+def checks(operands: Iterable[Operand], operator: Operator, any_of: dict[str, str]) -> list[str]:
+    """Returns the calls that check tensors and the lengths of lists of numbers, which are equal in C++ and Python."""
+    calls = []
+    for place, each in enumerate(operands):
+        shape = f', "{each.shape}"' if each.shape else ""
+        calls.append(f'match("{each.name}", {each.name}, {dtypes_of(each, place == 0, any_of)}{shape})')
+    for numbers in operator.schema.number_lists:
+        least, most = (numbers.length, numbers.length) if numbers.length else (0, MOST)
+        calls.append(f'match.length("{numbers.name}", {numbers.name}, {least}, {most})')
+    return calls
+
+
 def lines(texts: Iterable[str], indent: str = "  ") -> str:
     return "".join(f"{indent}{text}\n" for text in texts)
 
@@ -188,7 +230,8 @@ def header(operator: Operator) -> str:
             notes = [kind, "contiguous", *(["NULL if it is None"] if each.is_optional else [])]
             notes += ["one tensor of the list"] if each.is_list else []
             notes += ["expanded to that shape"] if each.shape.startswith("broadcasts to") else []
-            shape = each.shape or ("any shape" if each.name in operator.names else f"like {each.name[len('grad_') :]}")
+            is_gradient = each.name not in (*operator.operands, *operator.results)
+            shape = each.shape or (f"like {each.name.removeprefix('grad_')}" if is_gradient else "any shape")
             text += f" *   {each.name:<12} {shape}: {', '.join(notes)}\n"
     if operator.indices:
         text += f" * The shim checks the values of {operator.indices} on the CPU alone. On the GPU the kernel must\n"
@@ -214,10 +257,11 @@ def _fields(launch: Launch) -> list[str]:
     fields += [f"void *{each.name};" for each in launch.outputs]
     fields += [f"int64_t {each.name}_numel;" for each in launch.tensors]
     fields += [f"int64_t {name};" for name in launch.sizes]
-    for each in launch.numbers:
+    numbers = launch.operator.schema.numbers
+    for each in numbers:
         fields.append(f"{NUMBER_TYPES[each.type]} {each.name}{f'[{each.length or MOST}]' if each.is_list else ''};")
         fields += [f"int64_t {each.name}_count; /* the number of values in {each.name} */"] if is_open(each) else []
-    fields += [f"bool has_{each.name};" for each in launch.numbers if each.is_optional]
+    fields += [f"bool has_{each.name};" for each in numbers if each.is_optional]
     fields += ["int64_t *count;"] if launch.operator.has_unknown_size else []
     return [*fields, "int64_t items;", "dtype_t dtype;"]
 
@@ -256,10 +300,8 @@ def cpu(operator: Operator) -> str:
     text += f'\n#define KERNEL_BODY "{name}/{name}_cpu_kernel.h"\n#include "common/cpu/for_each_dtype.h"\n\n'
     for each in launches(operator):
         text += f"static void {each.name}_cpu_range(int64_t begin, int64_t end, const {each.direction}_args *args) {{\n"
-        text += (
-            f"  for (int64_t i = begin; i < end; ++i) DISPATCH_DTYPE(args->dtype, {each.direction}_item, args, i);\n"
-        )
-        text += "}\n\n"
+        text += "  for (int64_t i = begin; i < end; ++i)"
+        text += f" DISPATCH_DTYPE(args->dtype, {each.direction}_item, args, i);\n}}\n\n"
     return text + "".join(f"CPU_ENTRY({each.name}_cpu, {each.direction}_args)\n" for each in launches(operator))
 
 
@@ -283,9 +325,8 @@ def cuda(operator: Operator) -> str:
     if operator.indices:
         text += f"// Nothing has checked the values of {operator.indices}: skip those that are negative or too large.\n"
     text += f'#include "{name}/{name}.h"\n\n#include "common/cuda/vector.cuh"\n\nnamespace {name}_kernels {{\n\n'
-    text += (
-        "constexpr int THREADS = 256;\nconstexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is below 2^31\n"
-    )
+    text += "constexpr int THREADS = 256;\n"
+    text += "constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is below 2^31\n"
     for launch in launches(operator):
         text += "\ntemplate <typename T>\n__global__ void __launch_bounds__(THREADS) "
         text += f"{launch.direction}_kernel({launch.name}_args args) {{\n"

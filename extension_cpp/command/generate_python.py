@@ -1,36 +1,40 @@
 """Generates the Python code of an operator for `new --schema`, and its text in docs/ops.md."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .generate import (
+    backward_arguments,
     backward_inputs,
-    bounds,
+    checked_gradients,
+    checks,
+    checks_of_memory,
+    dtypes_of,
     grads_out,
     in_backward,
+    in_forward,
+    resolved,
     saved,
     schemas_of,
-    tensors_in,
 )
-from .roles import Operand, Operator, Part, parts
+from .roles import C_TYPES, Operand, Operator
 from .schema import Argument
+from .shapes import Part
 
 
 def _annotation(argument: Argument) -> str:
     kind = {"SymInt": "int"}.get(argument.type, argument.type)
-    return (f"Sequence[{kind}]" if argument.is_list else kind) + _or_none(argument)
+    return (f"Sequence[{kind}]" if argument.is_list else kind) + (" | None" if argument.is_optional else "")
 
 
-def _or_none(each: Argument | Operand) -> str:
-    return " | None" if each.is_optional else ""
+def _typed(arguments: Iterable[Argument]) -> list[str]:
+    return [f"{each.name}: {_annotation(each)}" for each in arguments]
 
 
 def _parameters(operator: Operator, *outs: str, defaults: bool = False) -> str:
-    parameters = (
-        f"{each.name}: {_annotation(each)}" + (f" = {each.value!r}" if defaults and each.default else "")
-        for each in operator.schema.arguments
-    )
-    return operator.schema.listed(parameters, *outs)
+    arguments = operator.schema.arguments
+    values = (f" = {each.value!r}" if defaults and each.default else "" for each in arguments)
+    return operator.schema.listed(map("".join, zip(_typed(arguments), values, strict=True)), *outs)
 
 
 def _names(operator: Operator, by_keyword: bool = True) -> str:
@@ -46,39 +50,25 @@ def _results_type(count: int, are_lists: bool = False) -> str:
     return "None" if count == 0 else kind if count == 1 else f"tuple[{', '.join([kind] * count)}]"
 
 
-def _dtypes(operand: Operand, is_first: bool) -> str:
-    if operand.dtype == "same":
-        return "FLOATING" if is_first else "SAME"
-    return {"int64": "INT64", "bool": "BOOL"}.get(operand.dtype, f"(torch.{operand.dtype},)")
+def _returned(operator: Operator) -> str:
+    return _results_type(len(operator.results), operator.schema.gives_lists)
 
 
-def _matches(op: str, operands: list[Operand]) -> list[str]:
-    shapes = (f', "{each.shape}"' if each.shape else "" for each in operands)
-    calls = (
-        f'match("{each.name}", {each.name}, {_dtypes(each, number == 0)}{shape})'
-        for number, (each, shape) in enumerate(zip(operands, shapes, strict=True))
-    )
-    return [f'match = Match("{op}")', *calls]
-
-
-def _lengths(operator: Operator) -> list[str]:
-    return [f'match.length("{each.name}", {each.name}, {bounds(each)})' for each in operator.schema.number_lists]
+ANY_OF = {dtype: f"(torch.{dtype},)" for dtype in C_TYPES}
 
 
 def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
-    """Translates a shape expression to Python. `known` maps names of tensors to Python expressions of their sizes."""
-    made = [_python_part(part, operator, known) for part in parts(expression, operator)]
+    """Translates a shape expression to Python. `known` maps names of tensors to C++ expressions of their sizes."""
+    made = [_python_part(part, known) for part in resolved(expression, operator)]
     if len(made) == 1 and made[0].startswith("*"):
         return made[0][1:]
     return f"[{', '.join(made)}]"
 
 
-def _python_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
+def _python_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return part.number.replace("?", "unknown_size")
-    if part.tensor not in known:
-        return f"*{python_shape(operator.results[part.tensor].shape, operator, known)}"
-    sizes = known[part.tensor]
+    sizes = known[part.tensor].replace(".sizes()", ".shape")
     if part.is_size:
         return f"{sizes}[{part.begin}]"
     if part.begin is None and part.end is None:
@@ -88,6 +78,14 @@ def _python_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
 
 def body(texts: Iterable[str]) -> str:
     return "".join(f"    {text}\n" if text else "\n" for text in texts)
+
+
+def tuple_of(values: Sequence[str]) -> str:
+    return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
+
+
+def quoted(names: Iterable[str]) -> str:
+    return tuple_of([f'"{name}"' for name in names])
 
 
 # ---- the module in functional/ ----
@@ -125,38 +123,37 @@ def docstring(operator: Operator) -> str:
     return text + "Not differentiable.\n"
 
 
+# The imports of the module in their groups, each with a pattern of the code that needs it.
+IMPORTS = (
+    {"from collections.abc import Sequence": r"\bSequence\b", "from typing import Any": r"\bAny\b"},
+    {"import torch": r"\btorch\.(?!fx\b)", "from torch import Tensor": r"\bTensor\b"},  # a comment names torch.fx
+    {
+        "from .. import _ops, reference": r"\b_ops\.",
+        "from ..registration import checks": r"\bchecks\.",
+        "from ..registration.autograd import Gradients": r"\bGradients\b",
+        "from ..registration.calls import call": r"\bcall\(",
+    },
+)
+
+
+def _imports(code: str) -> str:
+    groups = ["".join(f"{line}\n" for line, use in group.items() if re.search(use, code)) for group in IMPORTS]
+    names = [name for name in ("BOOL", "FLOATING", "INT64", "SAME", "Match") if re.search(rf"\b{name}\b", code)]
+    groups[-1] += f"from ..registration.match import {', '.join(names)}\n"
+    return "\n".join(filter(None, groups))
+
+
 def functional(operator: Operator) -> str:
     name = operator.name
-    operands = [*operator.operands.values()]
-    dtypes = {_dtypes(each, number == 0) for number, each in enumerate(operands)}
-    checked = backward_inputs(operator) if operator.grads else []
-    dtypes |= {_dtypes(each, number == 0) for number, each in enumerate(checked)}
-    dtypes |= {_dtypes(each, False) for each in operator.results.values() if operator.schema.has_out}
-    imported = sorted(each for each in dtypes if not each.startswith("("))
-    text = f'"""{name}: the public function, and what ops.py registers for its operators."""\n\n'
-    has_lists = any(each.is_list for each in operator.schema.arguments)
-    text += "from collections.abc import Sequence\n" if operator.sizes_of or has_lists else ""
-    text += "from typing import Any\n" if operator.grads else ""
-    text += "\n" if operator.grads or has_lists else ""
-    text += "from torch import Tensor\n\n"
-    text += "from .. import _ops, reference\n" if operator.grads else ""
-    text += "from ..registration import checks\n" if operator.written or operator.schema.has_out else ""
-    text += "from ..registration.autograd import Gradients\n" if operator.grads else ""
-    text += "from ..registration.calls import call\n" if not operator.grads or operator.schema.has_out else ""
-    text += f"from ..registration.match import {', '.join([*imported, 'Match'])}\n\n\n"
-    results = _results_type(len(operator.results), operator.schema.gives_lists)
+    results = _returned(operator)
     outs = [f"out: {results} | None = None"] if operator.schema.has_out else []
-    text += f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
-    quoted = '"""' + docstring(operator) + '"""'
-    text += body(quoted.splitlines())
+    text = f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
+    text += body(f'"""{docstring(operator)}"""'.splitlines())
     call = f'call("{name}", {_names(operator)})'
     call = f"_ops.{name}({_names(operator, by_keyword=False)})" if operator.grads else call
     count = len(operator.results)
     if operator.schema.has_out:
-        names = [*operator.results]
-        outs = (
-            ["out=out"] if names == ["out"] else [f"{each}=out{f'[{i}]' * (count > 1)}" for i, each in enumerate(names)]
-        )
+        outs = [f"{each}=out[{i}]" if count > 1 else f"{each}=out" for i, each in enumerate(operator.results)]
         into = f'call("{name}.out", {_names(operator)}, {", ".join(outs)})'
         text += body(["if out is not None:", f"    {into}", "    return out"])
     if count > 1 and not operator.grads:
@@ -165,58 +162,49 @@ def functional(operator: Operator) -> str:
     text += f"    {'return ' if operator.results else ''}{call}\n\n\n"
     text += _fake(operator) + (_out_fake(operator) if operator.schema.has_out else "")
     if operator.grads:
-        text += _backward_fake(operator) + _setup_context(operator) + _backward(operator) + _plain(operator)
-    if "torch." in text.replace("torch.fx", ""):  # the generated comment about torch.fx needs no import
-        text = text.replace("from torch import Tensor\n", "import torch\nfrom torch import Tensor\n")
-    return text.rstrip("\n") + "\n"
+        text += _backward_fake(operator) + _setup_context(operator) + _backward(operator)
+        text += f"\n\n{name}_plain = reference.{name}  # for forward-mode differentiation\n"
+    title = f'"""{name}: the public function, and what ops.py registers for its operators."""'
+    return f"{title}\n\n{_imports(text)}\n\n{text.rstrip()}\n"
 
 
 def _fake(operator: Operator) -> str:
-    sizes = {name: f"{name}.shape" for name in operator.operands}
-    sizes |= {each.name: each.name for each in operator.schema.number_lists}
     if operator.schema.gives_lists:
         made = [f"[{_new(each, 'x', 'x.shape')} for x in {each.shape}]" for each in operator.results.values()]
     else:
-        shapes = (python_shape(each.shape, operator, sizes) for each in operator.results.values())
+        known = in_forward(operator)
         made = [
-            _new(each, operator.first, shape) for each, shape in zip(operator.results.values(), shapes, strict=True)
+            _new(each, operator.first, python_shape(each.shape, operator, known)) for each in operator.results.values()
         ]
-    results = _results_type(len(made), operator.schema.gives_lists)
-    text = f"def {operator.name}_fake({_parameters(operator)}) -> {results}:\n"
-    text += body([*_matches(operator.name, [*operator.operands.values()]), *_lengths(operator)])
+    text = f"def {operator.name}_fake({_parameters(operator)}) -> {_returned(operator)}:\n"
+    text += body([f'match = Match("{operator.name}")', *checks(operator.operands.values(), operator, ANY_OF)])
     for each in operator.written:
-        others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
-        text += body(_checks_of_memory(each, operator, others))
+        text += body(_checks_of_memory(each, operator))
     text += body(["unknown_size = torch.library.get_ctx().new_dynamic_size()"]) if operator.has_unknown_size else ""
     return text + (body([f"return {', '.join(made)}"]) if made else "") + "\n\n"
 
 
 def _out_fake(operator: Operator) -> str:
     """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
-    outs, first = [*operator.results.values()], operator.operands[operator.first]
+    outs, first = [*operator.results.values()], operator.first
     parameters = _parameters(operator, *(f"{each.name}: Tensor" for each in outs))
     text = f"def {operator.name}_out_fake({parameters}) -> None:\n"
     text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
-    text += body(_matches(operator.name, [first])).replace(f', "{first.shape}")', ")")
+    text += body([f'match = Match("{operator.name}")', f'match("{first}", {first}, FLOATING)'])
     for place, each in enumerate(outs):
         made = f"results[{place}]" if len(outs) > 1 else "result"
-        others = [other for other in operator.operands.values() if not other.is_optional]
         text += body(
             [
-                f'match("{each.name}", {each.name}, {_dtypes(each, False)})',
+                f'match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)})',
                 f'match.sizes("{each.name}", {each.name}, {made}.shape, "the result")',
-                *_checks_of_memory(each, operator, [*others, *outs[:place]]),
+                *_checks_of_memory(each, operator),
             ]
         )
     return text + "\n\n"
 
 
-def _checks_of_memory(written: Operand, operator: Operator, others: list[Operand]) -> list[str]:
-    """Returns the statements that check the memory of a written argument in the fake, as the shim does."""
-    texts = [f'checks.check_writable("{operator.name}", {_named(written)})']
-    texts += [
-        f'checks.check_no_partial_overlap("{operator.name}", {_named(written)}, {_named(each)})' for each in others
-    ]
+def _checks_of_memory(written: Operand, operator: Operator) -> list[str]:
+    texts = [f"checks.{call}" for call in checks_of_memory(written, operator, f'"{operator.name}"', _named)]
     if written.is_list:
         return [f"for i in range(len({written.name})):", *(f"    {text}" for text in texts)]
     return texts
@@ -235,18 +223,12 @@ def _new(operand: Operand, like: str, shape: str) -> str:
 
 def _backward_fake(operator: Operator) -> str:
     op = f"{operator.name}_backward"
-    kept, grads = saved(operator), grads_out(operator)
-    parameters = [f"{each.name}: Tensor" for each in grads]
-    parameters += [f"{each.name}: Tensor{_or_none(each)}" for each in kept]
-    parameters += [f"{name}_sizes: Sequence[int]{_or_none(operator.operands[name])}" for name in operator.sizes_of]
-    parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
-    known = {name: text.replace(".sizes()", ".shape") for name, text in in_backward(operator).items()}
-    text = f"def {op}_fake({', '.join(parameters)}) -> {_results_type(len(operator.grads))}:\n"
-    text += body([*_matches(op, backward_inputs(operator)), *_lengths(operator)])
-    for result, grad in zip(operator.differentiable_results, grads, strict=True):
-        if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
-            sizes = python_shape(result.shape, operator, known)
-            text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}")'])
+    parameters = ", ".join(_typed(backward_arguments(operator)))
+    text = f"def {op}_fake({parameters}) -> {_results_type(len(operator.grads))}:\n"
+    text += body([f'match = Match("{op}")', *checks(backward_inputs(operator), operator, ANY_OF)])
+    for grad, shape, result in checked_gradients(operator):
+        sizes = python_shape(shape, operator, in_backward(operator))
+        text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}")'])
     first = backward_inputs(operator)[0].name
     made = []
     for name in operator.grads:
@@ -270,11 +252,12 @@ def _setup_context(operator: Operator) -> str:
         return "output" if len(results) == 1 else f"output[{results.index(name)}]"
 
     kept = ", ".join(place(each.name) for each in saved(operator))
-    texts = [f"ctx.save_for_backward({kept})"]
+    texts, options = [f"ctx.save_for_backward({kept})"], []
     for name in operator.sizes_of:
         is_none = f"None if {place(name)} is None else " if operator.operands[name].is_optional else ""
-        texts.append(f"ctx.{name}_sizes = {is_none}{place(name)}.shape")
-    texts += [f"ctx.{each.name} = {place(each.name)}" for each in operator.schema.numbers]
+        options.append(f"{is_none}{place(name)}.shape")
+    options += [place(each.name) for each in operator.schema.numbers]
+    texts += [f"ctx.options = {tuple_of(options)}  # of the backward operator"] if options else []
     whole = [place(each.name) for each in operator.results.values() if each not in operator.differentiable_results]
     texts += [f"ctx.mark_non_differentiable({', '.join(whole)})"] if whole else []
     if _lacks_some_grads(operator):
@@ -297,27 +280,18 @@ def _lacks_some_grads(operator: Operator) -> bool:
 
 def _backward(operator: Operator) -> str:
     name = operator.name
-    kept = [each.name for each in saved(operator)]
     optional = " | None" if _lacks_some_grads(operator) else ""
     grads = ", ".join(f"grad_{result}: Tensor{optional}" for result in operator.results)
     text = f"def {name}_backward(ctx: Any, {grads}) -> Gradients:\n"
     if _lacks_some_grads(operator):
         text += body([f"if {grads_out(operator)[0].name} is None:  # only the others are used", "    return {}"])
-    text += body([f"{', '.join(kept)}{',' if len(kept) == 1 else ''} = ctx.saved_tensors"] if kept else [])
-    given = [each.name for each in grads_out(operator)] + kept
-    given += [f"ctx.{each}_sizes" for each in operator.sizes_of]
-    given += [f"ctx.{each.name}" for each in operator.schema.numbers]
+    given = [each.name for each in grads_out(operator)]
+    given += ["*ctx.saved_tensors"] if operator.saved else []
+    given += ["*ctx.options"] if operator.sizes_of or operator.schema.numbers else []
     call = f"_ops.{name}_backward({', '.join(given)})"
     if len(operator.grads) == 1:
         return text + body([f'return {{"{operator.grads[0]}": {call}}}'])
-    names = ", ".join(f'"{each}"' for each in operator.grads)
-    return text + body([f"return dict(zip(({names}), {call}, strict=True))"])
-
-
-def _plain(operator: Operator) -> str:
-    text = f"\n\ndef {operator.name}_plain({_parameters(operator)}) -> {_results_type(len(operator.results))}:\n"
-    text += body(['"""The same in plain tensor operations, for forward-mode differentiation."""'])
-    return text + body([f"return reference.{operator.name}({_names(operator)})"])
+    return text + body([f"return dict(zip({quoted(operator.grads)}, {call}, strict=True))"])
 
 
 # ---- what goes into the other files ----
@@ -327,18 +301,16 @@ def entry(operator: Operator) -> str:
     """Returns the operator's section of ops.py, which registers it."""
     name = operator.name
     module = f"{name}_functions"
-    text = f'# ---- {name} ----\n\nregister(\n    "{name}",\n    fake={module}.{name}_fake,\n'
-    out = ""
-    if operator.schema.has_out:
-        out = f'register(\n    "{name}.out",\n    fake={module}.{name}_out_fake,\n    backward=WRITES,\n'
-        out += "    sharding=NONE,\n)\n"
-    if not operator.grads:
-        mark = "WRITES" if operator.written else "NOT_DIFFERENTIABLE"
-        return text + f"    backward={mark},\n    nested=NONE,\n    sharding=NONE,\n)\n{out}"
-    text += f"    setup_context={module}.{name}_setup_context,\n    backward={module}.{name}_backward,\n"
-    text += f"    plain={module}.{name}_plain,\n"
-    text += f'    nested=NONE,\n    sharding=NONE,\n)\n{out}register(\n    "{name}_backward",\n'
-    return text + f"    fake={module}.{name}_backward_fake,\n    backward=NO_SECOND,\n    sharding=NONE,\n)\n"
+    derivatives = [f"{part}={module}.{name}_{part}" for part in ("setup_context", "backward", "plain")]
+    none = ["backward=WRITES" if operator.written else "backward=NOT_DIFFERENTIABLE"]
+    registered = {name: [*(derivatives if operator.grads else none), "nested=NONE"]}
+    registered |= {f"{name}.out": ["backward=WRITES"]} if operator.schema.has_out else {}
+    registered |= {f"{name}_backward": ["backward=NO_SECOND"]} if operator.grads else {}
+    text = f"# ---- {name} ----\n\n"
+    for op, others in registered.items():
+        parts = [f'"{op}"', f"fake={module}.{op.replace('.', '_')}_fake", *others, "sharding=NONE"]
+        text += "register(\n" + body(f"{part}," for part in parts) + ")\n"
+    return text
 
 
 def reference(operator: Operator, file: str, line: int) -> str:
@@ -346,8 +318,7 @@ def reference(operator: Operator, file: str, line: int) -> str:
 
     Until the user writes the formula there, a call raises an error that names the file and the line of the body.
     """
-    results = _results_type(len(operator.results), operator.schema.gives_lists)
-    text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {results}:\n"
+    text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {_returned(operator)}:\n"
     return text + f'    raise NotImplementedError("write the formula of {operator.name} in {file}:{line + 1}")\n'
 
 
@@ -355,18 +326,14 @@ def stub(operator: Operator) -> str:
     """Returns the text for _ops.pyi: the types of the op's functions if they have no-grad overloads, else nothing."""
     if not operator.grads:
         return ""
-    count = len(operator.results)
     arguments = operator.schema.arguments
-    parameters = [f"{each.name}: {_annotation(each)}" for each in arguments]
+    parameters = _typed(arguments)
     for place in reversed(range(len(arguments))):  # by position, a default before an argument without one is none
         if arguments[place].default is None:
             break
         parameters[place] += " = ..."
-    text = f"def {operator.name}({', '.join(parameters)}, /) -> {_results_type(count)}: ...\n"
-    kept = [f"{each.name}: Tensor{_or_none(each)}" for each in saved(operator)]
-    parameters = [*(f"{each.name}: Tensor" for each in grads_out(operator)), *kept]
-    parameters += [f"{name}_sizes: Sequence[int]{_or_none(operator.operands[name])}" for name in operator.sizes_of]
-    parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
+    text = f"def {operator.name}({', '.join(parameters)}, /) -> {_returned(operator)}: ...\n"
+    parameters = _typed(backward_arguments(operator))
     results = _results_type(len(operator.grads))
     return text + f"def {operator.name}_backward({', '.join(parameters)}, /) -> {results}: ...\n"
 

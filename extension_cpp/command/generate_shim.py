@@ -1,20 +1,27 @@
 """Generates the shim of an operator for `new --schema`: schemas, checks, allocation and registration."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from .generate import (
     NUMBER_TYPES,
     Launch,
-    bounds,
-    grads_out,
+    backward_arguments,
+    checked_gradients,
+    checks,
+    checks_of_memory,
+    dtypes_of,
     in_backward,
+    in_forward,
     is_open,
     launches,
     lines,
-    saved,
+    resolved,
     schemas_of,
-    tensors_in,
 )
-from .roles import Operand, Operator, Part, parts
+from .roles import Operand, Operator
 from .schema import Argument
+from .shapes import Part
 
 SCALAR_TYPES = {
     "float64": "Double",
@@ -26,19 +33,18 @@ SCALAR_TYPES = {
     "uint8": "Byte",
     "bool": "Bool",
 }
+ANY_OF = {dtype: f"any_of(ScalarType::{kind})" for dtype, kind in SCALAR_TYPES.items()}
 
 
 def cpp_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
     """Translates a shape expression to C++. `known` maps names of tensors to C++ expressions of their sizes."""
-    made = [_cpp_part(part, operator, known) for part in parts(expression, operator)]
+    made = [_cpp_part(part, known) for part in resolved(expression, operator)]
     return made[0] if len(made) == 1 and made[0][0] != "{" else f"joined({{{', '.join(made)}}})"
 
 
-def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
+def _cpp_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return f"{{{part.number.replace('?', 'unknown_size')}}}"
-    if part.tensor not in known:  # it is a result, whose shape is again an expression
-        return cpp_shape(operator.results[part.tensor].shape, operator, known)
     sizes = known[part.tensor]
     if part.is_size:
         return f"{{size_of({sizes}, {part.begin})}}"
@@ -46,39 +52,19 @@ def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
     return f"sizes_of({sizes}{bounds}{'' if part.end is None else f', {part.end}'})"
 
 
-def of_operands(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the tensors, and lists of numbers, of forward to the C++ expressions of their sizes."""
-    lists = {each.name: each.name for each in operator.schema.number_lists}
-    return {name: f"{name}.sizes()" for name in operator.operands} | lists
-
-
-def _dtypes(operand: Operand, is_first: bool) -> str:
-    if operand.dtype == "same":
-        return "FLOATING" if is_first else "SAME"
-    return {"int64": "INT64", "bool": "BOOL"}.get(
-        operand.dtype, f"any_of(ScalarType::{SCALAR_TYPES.get(operand.dtype)})"
-    )
-
-
 def _scalar(operand: Operand) -> str:
     return "dtype" if operand.dtype == "same" else f"ScalarType::{SCALAR_TYPES[operand.dtype]}"
 
 
-def _parameter(operand: Operand, of_list: bool = False) -> str:
-    """Returns the declaration of a C++ parameter.
-
-    For a list, the parameter is the whole list if `of_list`, and otherwise the one tensor of it that a launch gets.
-    """
-    is_list = of_list and operand.is_list
-    kind = "std::optional<Tensor>" if operand.is_optional else "std::vector<Tensor>" if is_list else "Tensor"
-    return f"const {kind} &{operand.name}"
+def _parameters(arguments: Iterable[Argument]) -> str:
+    return ", ".join(map(_parameter, arguments))
 
 
-def _number(argument: Argument) -> str:
-    kind = NUMBER_TYPES[argument.type]
+def _parameter(argument: Argument) -> str:
+    kind = "Tensor" if argument.is_tensor else NUMBER_TYPES[argument.type]
     kind = f"std::vector<{kind}>" if argument.is_list else kind
     kind = f"std::optional<{kind}>" if argument.is_optional else kind
-    return f"const {kind} &{argument.name}" if argument.is_list else f"{kind} {argument.name}"
+    return f"const {kind} &{argument.name}" if argument.is_tensor or argument.is_list else f"{kind} {argument.name}"
 
 
 def _returned(names: list[str]) -> str:
@@ -89,14 +75,9 @@ def _result_type(count: int, kind: str = "Tensor") -> str:
     return "void" if count == 0 else kind if count == 1 else f"std::tuple<{', '.join([kind] * count)}>"
 
 
-def _pointer(tensor: Operand, is_input: bool) -> str:
-    name = tensor.name
-    dense = f"{name}_dense" if is_input or tensor.is_written else name
-    if is_input and tensor.is_optional:
-        text = f"  if ({dense}) args.{name} = {dense}->const_data_ptr();\n"
-        return text + f"  if ({dense}) args.{name}_numel = {dense}->numel();\n"
-    const = "const" if is_input else "mutable"
-    return f"  args.{name} = {dense}.{const}_data_ptr();\n  args.{name}_numel = {dense}.numel();\n"
+def _set_outputs(launch: Launch) -> str:
+    made = {each.name: f"{each.name}_dense" if each.is_written else each.name for each in launch.outputs}
+    return lines(f"set_output({made[name]}, args.{name}, args.{name}_numel);" for name in made)
 
 
 def _call(launch: Launch, items: str, returned: str) -> str:
@@ -109,7 +90,7 @@ def _call(launch: Launch, items: str, returned: str) -> str:
     empty = f"{items} == 0" if only_writes else " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
     text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n"
     text += "" if only_writes or launch.direction == "backward" else _without_items(launch.operator, items)
-    text += _arguments(launch, items) + "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
+    text += _arguments(launch, items) + _set_outputs(launch) + _launch(launch)
     return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
 
 
@@ -136,17 +117,13 @@ def _arguments(launch: Launch, items: str) -> str:
 
     They do not set the pointers to outputs, which may not be allocated yet.
     """
-    text = ""
-    for each in launch.inputs:  # each in a local variable, because a copy must live until the launch
-        if each.is_optional:
-            text += f"  const std::optional<Tensor> {each.name}_dense =\n      {each.name} ? "
-            text += f"std::optional<Tensor>({_dense(each, launch)}) : std::nullopt;\n"
-        else:
-            text += f"  const Tensor {each.name}_dense = {_dense(each, launch)};\n"
+    # Each input is in a local variable, because a copy must live until the launch.
+    text = lines(f"const auto {each.name}_dense = {_dense(each, launch)};" for each in launch.inputs)
     for each in (each for each in launch.outputs if each.name in launch.operator.operands):
         text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
     text += f"  {launch.name}_args args{{}};\n"
-    text += "".join(_pointer(each, True) for each in launch.inputs)
+    for each in launch.inputs:
+        text += f"  set_input({each.name}_dense, args.{each.name}, args.{each.name}_numel);\n"
     for each in (each for each in launch.outputs if each.is_written and each.name in launch.operator.results):
         # Items that are already written must not change what other items read.
         read = " || ".join(f"args.{other.name} == {each.name}.const_data_ptr()" for other in launch.inputs)
@@ -154,12 +131,10 @@ def _arguments(launch: Launch, items: str) -> str:
         text += f"  const bool reads_{each.name} = {read};\n"
         text += f"  const Tensor {each.name}_dense = reads_{each.name} ? {made} : as_contiguous({each.name});\n"
     text += lines(f"args.{name} = {size};" for name, size in launch.sizes.items())
-    for number in launch.numbers:
+    for number in launch.operator.schema.numbers:
         name = number.name
         if number.is_list:
-            given, values = (f"if ({name}) ", f"{name}->") if number.is_optional else ("", f"{name}.")
-            text += f"  {given}std::copy({values}begin(), {values}end(), args.{name});\n"
-            text += f"  {given}args.{name}_count = static_cast<int64_t>({values}size());\n" if is_open(number) else ""
+            text += f"  set_numbers({name}, args.{name}{f', args.{name}_count' if is_open(number) else ''});\n"
         else:
             text += f"  args.{name} = {name}{'.value_or(0)' if number.is_optional else ''};\n"
         text += f"  args.has_{name} = {name}.has_value();\n" if number.is_optional else ""
@@ -171,7 +146,6 @@ def _dense(tensor: Operand, launch: Launch) -> str:
 
     The input is contiguous. If its pattern is "broadcasts to x", it is also expanded to the shape of x.
     """
-    given = f"*{tensor.name}" if tensor.is_optional else tensor.name
     # backward_inputs() leaves a shape empty that backward cannot check. The operand itself still has it.
     shape = tensor.shape or launch.operator.operands.get(tensor.name, tensor).shape
     relation, _, of = shape.rpartition(" ")
@@ -179,8 +153,8 @@ def _dense(tensor: Operand, launch: Launch) -> str:
     if launch.direction == "backward":
         sizes |= {each: f"{each}_sizes" for each in launch.operator.sizes_of}
     if relation == "broadcasts to" and of in sizes:
-        return f"as_expanded({given}, {sizes[of]})"
-    return f"as_contiguous({given})"
+        return f"as_expanded({tensor.name}, {sizes[of]})"
+    return f"as_contiguous({tensor.name})"
 
 
 def _items(operator: Operator, launch: Launch) -> str:
@@ -190,42 +164,28 @@ def _items(operator: Operator, launch: Launch) -> str:
         return numels[0] if len(numels) == 1 else f"std::max({{{', '.join(numels)}}})"
     if operator.work == "rows":
         return 'match.size("*")'
-    shape = cpp_shape(operator.work.removeprefix("items="), operator, of_operands(operator))
+    shape = cpp_shape(operator.work.removeprefix("items="), operator, in_forward(operator))
     return f"product_of({shape})"
 
 
-def _matches(operands: list[Operand]) -> str:
-    shapes = (f', "{each.shape}"' if each.shape else "" for each in operands)
+def _matches(op: str, operands: Iterable[Operand], operator: Operator) -> str:
+    """Returns the statements that declare the op's name and check the arguments by a Match."""
     return lines(
-        f'match("{each.name}", {each.name}, {_dtypes(each, number == 0)}{shape});'
-        for number, (each, shape) in enumerate(zip(operands, shapes, strict=True))
+        f"{each};" for each in (f'const char *op = "{op}"', "Match match(op)", *checks(operands, operator, ANY_OF))
     )
 
 
-def _lengths(operator: Operator) -> str:
-    """Returns the statements that check the lengths of lists of numbers, for which the argument struct has arrays."""
-    text = ""
-    for each in operator.schema.number_lists:
-        given, size = (f"if ({each.name}) ", "->size()") if each.is_optional else ("", ".size()")
-        text += f'  {given}match.length("{each.name}", {each.name}{size}, {bounds(each)});\n'
-    return text
-
-
 def _checks(operator: Operator) -> str:
-    """Returns the statements that declare the op's name and check the arguments."""
-    text = f'  const char *op = "{operator.name}";\n  Match match(op);\n'
-    text += _matches(list(operator.operands.values())) + _lengths(operator)
+    text = _matches(operator.name, operator.operands.values(), operator)
     for each in operator.operands.values():
         if each.below:
-            sizes = cpp_shape(f"[{each.below}]", operator, of_operands(operator))
+            sizes = cpp_shape(f"[{each.below}]", operator, in_forward(operator))
             text += f'  match.index("{each.name}", {each.name}, product_of({sizes}));\n'
     for each in operator.written:
-        others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
         if each.is_list:
             text += f"  for (size_t i = 0; i < {each.name}.size(); ++i) {{\n"
             text += '    const std::string place = "[" + std::to_string(i) + "]";\n'
-        text += f"  check_writable(op, {_named(each)});\n"
-        text += lines(f"check_no_partial_overlap(op, {_named(each)}, {_named(other)});" for other in others)
+        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", _named))
         text += "  }\n" if each.is_list else ""
     return text
 
@@ -236,28 +196,24 @@ def _named(operand: Operand) -> str:
     return f'("{name}" + place).c_str(), {name}[i]' if operand.is_list else f'"{name}", {name}'
 
 
-def _with_out(operator: Operator, parameters: list[str]) -> str:
+def _with_out(operator: Operator) -> str:
     """Returns the functions of an operator with an overload .out: one computes into given tensors, and two call it."""
-    outs = [*operator.results.values()]
+    outs, parameters = [*operator.results.values()], _parameters(operator.schema.arguments)
     given = ", ".join([*(each.name for each in operator.schema.arguments), *operator.results])
-    with_outs = ", ".join([*parameters, *map(_parameter, outs)])
+    with_outs = ", ".join([parameters, *(f"const Tensor &{name}" for name in operator.results)])
     launch = launches(operator)[0]
     text = f"static void compute(const Match &match, {with_outs}) {{\n"
     text += f'  const char *op = "{operator.name}";\n  const dtype_t dtype = match.dtype();\n'
     text += _call(launch, _items(operator, launch), "") + "}\n\n"
-    text += f"static {_result_type(len(outs))} forward({', '.join(parameters)}) {{\n"
+    text += f"static {_result_type(len(outs))} forward({parameters}) {{\n"
     text += _checks(operator) + _allocated(operator).replace(" dtype,", " match.dtype(),")
     text += f"  compute(match, {given});\n  return {_returned([*operator.results])};\n}}\n\n"
     text += f"static void forward_out({with_outs}) {{\n" + _checks(operator)
-    for place, each in enumerate(outs):
-        sizes = cpp_shape(each.shape, operator, of_operands(operator))
-        text += f'  match("{each.name}", {each.name}, {_dtypes(each, False)});\n'
+    for each in outs:
+        sizes = cpp_shape(each.shape, operator, in_forward(operator))
+        text += f'  match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)});\n'
         text += f'  match.sizes("{each.name}", {each.name}, {sizes}, "the result");\n'
-        text += f"  check_writable(op, {_named(each)});\n"
-        others = [other for other in operator.operands.values() if not other.is_optional]
-        text += lines(
-            f"check_no_partial_overlap(op, {_named(each)}, {_named(other)});" for other in (*others, *outs[:place])
-        )
+        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", _named))
     return text + f"  compute(match, {given});\n}}\n"
 
 
@@ -265,7 +221,7 @@ def _allocated(operator: Operator) -> str:
     """Returns the statements that allocate the results."""
     made = ""
     for result in operator.results.values():
-        shape = cpp_shape(result.shape, operator, of_operands(operator))
+        shape = cpp_shape(result.shape, operator, in_forward(operator))
         made += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
     return made
 
@@ -282,34 +238,26 @@ def _one_call(operator: Operator) -> str:
         text += _launch(launch) + "    unknown_size = number_of(count);\n    args.count = nullptr;\n  }\n" + made
         text += f"  if ({' && '.join(f'{name}.numel() == 0' for name in operator.results)}) return {returned};\n"
         text += _without_items(operator, "args.items")
-        text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
+        text += _set_outputs(launch) + _launch(launch)
     else:
         text += made + _call(launch, items, returned)
     return text + (f"  return {returned};\n" if returned else "") + "}\n"
 
 
 def _forward(operator: Operator) -> str:
-    count = len(operator.results)
-    parameters = [
-        _parameter(operator.operands[each.name], of_list=True) if each.is_tensor else _number(each)
-        for each in operator.schema.arguments
-    ]
+    count, arguments = len(operator.results), operator.schema.arguments
     if operator.schema.has_out:
-        return _with_out(operator, parameters)
+        return _with_out(operator)
     if not operator.schema.has_lists:
-        text = f"static {_result_type(count)} forward({', '.join(parameters)}) {{\n"
+        text = f"static {_result_type(count)} forward({_parameters(arguments)}) {{\n"
         return text + _checks(operator) + _one_call(operator)
-    singles = [
-        _parameter(operator.operands[each.name]) if each.is_tensor else _number(each)
-        for each in operator.schema.arguments
-    ]
+    singles = (replace(each, is_list=False) if each.is_tensor else each for each in arguments)
     text = "// Reads and writes one tensor of each list.\n"
-    text += f"static {_result_type(count)} one(const Match &match, {', '.join(singles)}) {{\n"
+    text += f"static {_result_type(count)} one(const Match &match, {_parameters(singles)}) {{\n"
     text += f'  const char *op = "{operator.name}";\n' + _one_call(operator)
-    text += f"\nstatic {_result_type(count, 'std::vector<Tensor>')} forward({', '.join(parameters)}) {{\n"
+    text += f"\nstatic {_result_type(count, 'std::vector<Tensor>')} forward({_parameters(arguments)}) {{\n"
     text += _checks(operator) + lines(f"std::vector<Tensor> {name};" for name in operator.results)
-    lists = {each.name for each in operator.operands.values() if each.is_list}
-    given = (f"{each.name}[i]" if each.name in lists else each.name for each in operator.schema.arguments)
+    given = (f"{each.name}[i]" if each.is_tensor and each.is_list else each.name for each in arguments)
     text += f"  for (size_t i = 0; i < {operator.first}.size(); ++i) {{\n"
     call = f"one(match, {', '.join(given)})"
     made = ", ".join(f"{name}_i" for name in operator.results)
@@ -321,44 +269,26 @@ def _forward(operator: Operator) -> str:
 
 def _backward(operator: Operator) -> str:
     launch = launches(operator)[1]
-    grads, kept, known = grads_out(operator), saved(operator), in_backward(operator)
-    parameters = [*map(_parameter, [*grads, *kept])]
-    for name in operator.sizes_of:
-        kind = "std::optional<std::vector<int64_t>>" if operator.operands[name].is_optional else "std::vector<int64_t>"
-        parameters.append(f"const {kind} &{name}_sizes")
-    parameters += [_number(each) for each in operator.schema.numbers]
-    text = f"static {_result_type(len(launch.outputs))} backward({', '.join(parameters)}) {{\n"
-    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n'
-    text += _matches(launch.inputs) + _lengths(operator)
-    for result, grad in zip(operator.differentiable_results, grads, strict=True):
-        if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
-            sizes = cpp_shape(result.shape, operator, known)
-            text += f'  match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}");\n'
+    parameters = _parameters(backward_arguments(operator))
+    text = f"static {_result_type(len(launch.outputs))} backward({parameters}) {{\n"
+    text += _matches(f"{operator.name}_backward", launch.inputs, operator)
+    for grad, shape, result in checked_gradients(operator):
+        sizes = cpp_shape(shape, operator, in_backward(operator))
+        text += f'  match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}");\n'
     first = launch.inputs[0].name
     text += "  const dtype_t dtype = match.dtype();\n"
     for name, made in zip(operator.grads, launch.outputs, strict=True):
-        text += f"  const Tensor {made.name} = {_gradient(name, made, operator, first)};\n"
+        given = f"{name}_sizes" if name in operator.sizes_of else name
+        sizes = f"gradient_sizes({given})" if made.is_optional else in_backward(operator)[name]
+        text += f"  const Tensor {made.name} = allocate({sizes}, {_scalar(made)}, {first});\n"
     returned = _returned([each.name for each in launch.outputs])
     return text + _call(launch, _items(operator, launch), returned) + f"  return {returned};\n}}\n"
-
-
-def _gradient(name: str, made: Operand, operator: Operator, like: str) -> str:
-    """Returns the C++ expression that allocates the gradient of operand `name`.
-
-    If an optional operand is None in a call, its gradient has no elements.
-    """
-    is_saved = name not in operator.sizes_of
-    if not made.is_optional:
-        return f"allocate({f'{name}.sizes()' if is_saved else f'{name}_sizes'}, {_scalar(made)}, {like})"
-    given, sizes = (name, f"{name}->sizes()") if is_saved else (f"{name}_sizes", f"*{name}_sizes")
-    rest = f"{_scalar(made)}, {like})"
-    return f"{given} ? allocate({sizes}, {rest} : allocate(std::vector<int64_t>{{0}}, {rest}"
 
 
 def shim(operator: Operator) -> str:
     name = operator.name
     text = f"// {name}: schemas, checks, allocation and registration. {name}.h has the kernels' contract.\n"
-    text += f'#include "{name}/{name}.h"\n\n#include <algorithm>\n\n#include "common/shim/match.h"\n\n'
+    text += f'#include "{name}/{name}.h"\n\n#include "common/shim/fields.h"\n\n'
     text += f"namespace extension_cpp::{name} {{\n\n" + _forward(operator) + "\n"
     text += _backward(operator) + "\n" if operator.grads else ""
     define = "DEF_WITH_NO_GRAD" if operator.grads else "DEF"

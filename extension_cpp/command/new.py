@@ -65,7 +65,7 @@ def add_remove(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     remove.add_argument("name", metavar="NAME", help="the op")
     add_place(remove)
-    remove.set_defaults(run=run_remove)
+    remove.set_defaults(run=lambda options: remove_op(options.name))
 
 
 def add_schema(command: argparse.ArgumentParser) -> None:
@@ -101,30 +101,18 @@ def described(options: argparse.Namespace, name: str | None) -> Operator | None:
     parsed = schema.parse(options.schema)
     if name not in (None, parsed.name):
         raise CannotMake(f"expected the schema of {name}, but got one of {parsed.name}")
-    words = options.dtype, options.shape, options.role
-    return roles.describe(parsed, *words, options.grad, options.save, options.work or "flat")
+    return roles.describe(parsed, options)
 
 
-def run_new(options: argparse.Namespace) -> int:
-    status = run_elsewhere(options)
-    if status is not None:
-        return status
+def run_new(options: argparse.Namespace) -> None:
     operator = described(options, options.name)
     if operator is None:
         raise CannotMake("expected --schema: a package has no templates")
     new(from_schema(operator), UNWRITTEN)
-    return 0
-
-
-def run_remove(options: argparse.Namespace) -> int:
-    status = run_elsewhere(options)
-    if status is None:
-        remove(options.name)
-    return status or 0
 
 
 def run_elsewhere(options: argparse.Namespace) -> int | None:
-    """Runs the command of the user's repository and returns its exit status, or None if that is this repository."""
+    """Runs the command of the tree to change and returns its exit status, or None if that is this tree."""
     place = options.place.resolve()
     found = tree.tree_of(place)
     if found is None:
@@ -152,7 +140,8 @@ def dispatch(parser: Parser, words: Sequence[str] | None) -> int:
         parser.error(f"expected one of the commands {', '.join(options.commands)}")
     options.words = words
     try:
-        return options.run(options) or 0
+        status = run_elsewhere(options) if "place" in options else None
+        return status if status is not None else options.run(options) or 0
     except CannotMake as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -208,9 +197,7 @@ def new(op: Addition, state: str) -> None:
     """Adds an op to this repository. `state` says what its tests do before the user writes anything."""
     texts = tree.sources()
     tree.check_free(op, texts, lambda place: (tree.TREE / place).exists())
-    changed = tree.with_op(texts, op)
-    new, old = ({tree.TREE / place: text for place, text in each.items()} for each in (op.files, changed))
-    plan = Plan(new, old)
+    plan = Plan(tree.in_tree(op.files), tree.in_tree(tree.with_op(texts, op)))
     tree.write(plan)
     tree.report(plan, tree.TREE)
     print(NEXT.format(name=op.name, state=state))
@@ -222,8 +209,7 @@ def new(op: Addition, state: str) -> None:
 def plan_removal(name: str) -> Plan:
     """Plans the reverse of `new`: removes only what `new` writes, and nothing that other code uses."""
     tree.check_identifier("op", name.removesuffix("_"))
-    package = tree.TREE / "extension_cpp"
-    folder, page = package / "csrc" / name, tree.TREE / "docs" / "ops.md"
+    folder = tree.TREE / "extension_cpp" / "csrc" / name
     if not (folder / f"{name}.cpp").exists():
         example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
         raise CannotMake(f"there is no op '{name}': no {folder.relative_to(tree.TREE)}/{name}.cpp{example}")
@@ -234,24 +220,7 @@ def plan_removal(name: str) -> Plan:
         if path.resolve() != tree.TREE.resolve() / path.relative_to(tree.TREE):
             raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     check_unused(name, plan)
-    stub = package / "_ops.pyi"
-    types = rf"(?:^def {name}(?:_double)?(?:_backward)?\((?:.|\n)*?: \.\.\.\n)+"
-    if f"\ndef {name}(" in stub.read_text():  # only differentiable operators are in it
-        plan.changed[stub] = tree.cut(stub, stub.read_text(), types, f"the types of {name}")
-    for path, pattern, what in (
-        *((package / "ops.py", f"^{re.escape(line)}", f"'{line.strip()}'") for line in tree.imports_of(name)),
-        (package / "ops.py", rf"\n^# ---- {name} ----\n.*?(?=\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
-        (package / "ops.py", rf'^    "{name}",\n', f"{name} in __all__"),
-        (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
-        (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
-        (page, rf"\n^## {name}\n.*?(?=\n^## |\Z)", f"a section {name}"),
-    ):
-        plan.changed[path] = tree.cut(path, plan.changed.get(path, path.read_text()), pattern, what)
-    plan.changed[package / "ops.py"] = tree.with_marks(plan.changed[package / "ops.py"])
-    readme = tree.TREE / "README.md"
-    text = readme.read_text()
-    if tree.with_count(text, -1) != text:  # a package's README does not count its ops
-        plan.changed[readme] = tree.with_count(text, -1)
+    plan.changed = tree.in_tree(tree.without_op(tree.sources(), name))
     return plan
 
 
@@ -273,7 +242,7 @@ def check_unused(name: str, plan: Plan) -> None:
             raise CannotMake(f"{path.relative_to(tree.TREE)} uses {found[0]}; take that out first")
 
 
-def remove(name: str) -> None:
+def remove_op(name: str) -> None:
     """Removes an op from this repository: the files of `new`, and the compiled files."""
     plan = plan_removal(name)
     tree.write(plan)

@@ -22,12 +22,12 @@ SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
 SHARED += ["extension_cpp/_namespace.py", "extension_cpp/_ops.py", "extension_cpp/py.typed"]
 SHARED += ["extension_cpp/command/errors.py", "extension_cpp/command/generate*.py", "extension_cpp/command/new.py"]
-SHARED += ["extension_cpp/command/roles.py", "extension_cpp/command/schema.py", "extension_cpp/command/tree.py"]
-SHARED += ["extension_cpp/command/__init__.py"]
+SHARED += ["extension_cpp/command/roles.py", "extension_cpp/command/schema.py", "extension_cpp/command/shapes.py"]
+SHARED += ["extension_cpp/command/tree.py", "extension_cpp/command/__init__.py"]
 SHARED += ["extension_cpp/functional/__init__.py", "extension_cpp/registration/*.py"]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*.h", "extension_cpp/csrc/common/*/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
-SHARED += ["tests/opspec.py", "tests/specs/__init__.py", "tests/battery/*.py"]
+SHARED += ["tests/generated.py", "tests/opspec.py", "tests/specs/__init__.py", "tests/battery/*.py"]
 SHARED += ["tests/test_judge.py", "tests/test_library.py", "tests/guarded.py", "tests/c/guarded_allocator.c"]
 # The file of a new package that lists the copied files, with their digests when they were written and the version of
 # extension_cpp that they come from.
@@ -53,24 +53,29 @@ def copies() -> dict[str, str]:
     return texts | {str(path.relative_to(tree.TREE)): path.read_text() for path in found}
 
 
-def under(folder: Path, texts: dict[str, str], name: str) -> dict[Path, str]:
-    """Renames extension_cpp to `name` in the texts, and formats them. Returns the texts by their path in the folder."""
+def of_package(texts: dict[str, str], name: str) -> dict[Path, str]:
+    """Renames extension_cpp to `name` in the texts and their places, and formats them."""
     license_text = texts.get("LICENSE")  # the copyright line must not be renamed
-    found = {folder / renamed(place, name): renamed(text, name) for place, text in sorted(texts.items())}
-    return tree.laid_out(found) | ({folder / "LICENSE": license_text} if license_text is not None else {})
+    found = {Path(renamed(place, name)): renamed(text, name) for place, text in sorted(texts.items())}
+    return tree.laid_out(found) | ({Path("LICENSE"): license_text} if license_text is not None else {})
 
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def manifest(texts: dict[str, str]) -> str:
+def digests(texts: dict[Path, str]) -> dict[Path, str]:
+    return {place: digest(text.encode()) for place, text in texts.items()}
+
+
+def manifest(found: dict[Path, str]) -> str:
     """Returns the text of the MANIFEST: a line with a digest for each path, in the format of `sha256sum --check`."""
-    lines = (f"{found}  {place}\n" for place, found in sorted(texts.items()))
+    lines = (f"{known}  {place}\n" for place, known in sorted(found.items()))
     return f"# Written by new-package of extension_cpp {extension_cpp.__version__.split('+')[0]}\n" + "".join(lines)
 
 
-def plan_package(folder: Path, name: str, op: tree.Addition) -> Plan:
+def texts_of(folder: Path, name: str, op: tree.Addition) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Returns the files of a new package that are the user's, and those that are copied."""
     tree.check_identifier("package", name)
     if name in ("tests", "build", "dist", "docs", "build_library", "benchmark"):
         raise CannotMake(f"expected a name that is free for the package, but its tree has '{name}' for something else")
@@ -83,37 +88,32 @@ def plan_package(folder: Path, name: str, op: tree.Addition) -> Plan:
     tree.check_free(op, texts, lambda place: any(f"{each}/".startswith(f"{place}/") for each in texts))
     own = {place: text.replace("kernel_template", op.name) for place, text in own.items()} | op.files
     own |= tree.with_op(own, op)
-    copied = under(folder, shared, name)
-    plan = Plan(under(folder, own, name) | copied)
-    plan.new[folder / MANIFEST] = manifest(
-        {str(path.relative_to(folder)): digest(text.encode()) for path, text in copied.items()}
-    )
-    return plan
+    copied = of_package(shared, name)
+    return of_package(own, name) | {Path(MANIFEST): manifest(digests(copied))}, copied
 
 
 def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
     """Returns the plan of an update, and the copied files that the update leaves because the user changed them."""
     lines = [line.split("  ", 1) for line in (root / MANIFEST).read_text().splitlines() if not line.startswith("#")]
-    before = {place: known for known, place in lines}
-    texts = under(root, copies(), name)
-    digests = {str(path.relative_to(root)): digest(text.encode()) for path, text in texts.items()}
+    before = {Path(place): known for known, place in lines}
+    texts = of_package(copies(), name)
+    after = digests(texts)
     plan, left = Plan(), []
-    for place in sorted({*digests, *before}):
+    for place in sorted({*after, *before}):
         path = root / place
         now = digest(path.read_bytes()) if path.is_file() else None
-        if now == digests.get(place):
+        if now == after.get(place):
             continue
         if now != before.get(place):
-            left.append(path)
+            left.append(place)
         elif now is None:
-            plan.new[path] = texts[path]
-        elif path in texts:
-            plan.changed[path] = texts[path]
+            plan.new[path] = texts[place]
+        elif place in texts:
+            plan.changed[path] = texts[place]
         else:
             plan.removed.append(path)
     # For a file that is left, the MANIFEST keeps the digest of the text that the user started from.
-    kept = {str(path.relative_to(root)): before.get(str(path.relative_to(root)), "") for path in left}
-    text = manifest(digests | {place: known for place, known in kept.items() if known})
+    text = manifest(after | {place: before[place] for place in left if place in before})
     if text != (root / MANIFEST).read_text():
         plan.changed[root / MANIFEST] = text
     return plan, left
@@ -130,7 +130,7 @@ def update(folder: Path, dry_run: bool) -> None:
     tree.report(plan, root)
     if left:
         print("Left as they are, because you changed them:")
-        print("".join(f"  {path.relative_to(root)}\n" for path in left), end="")
+        print("".join(f"  {place}\n" for place in left), end="")
     print("Nothing was written." if dry_run else "Next:\n  make test")
 
 
@@ -141,11 +141,9 @@ def run(options: argparse.Namespace) -> None:
     if options.name is None or options.dry_run:
         raise CannotMake("--dry-run goes with --update" if options.dry_run else "expected --name, or --update")
     op = scaffold.addition(options, options.op)
-    plan = plan_package(options.folder, options.name, op)
-    tree.write(plan)
-    copied = re.findall(r"^\w{64}  (.+)$", plan.new[options.folder / MANIFEST], re.MULTILINE)
-    own = {path: text for path, text in plan.new.items() if str(path.relative_to(options.folder)) not in copied}
-    tree.report(Plan(own), options.folder)
+    own, copied = texts_of(options.folder, options.name, op)
+    tree.write(Plan({options.folder / place: text for place, text in (own | copied).items()}))
+    tree.report(Plan({options.folder / place: text for place, text in own.items()}), options.folder)
     print(f"  and {len(copied)} copied files, see {MANIFEST}")
     print(NEXT.format(folder=shlex.quote(str(options.folder)), name=options.name, op=op.name))
     return None

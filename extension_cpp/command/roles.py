@@ -3,14 +3,14 @@
 The options give the roles, dtypes and shapes of tensors, the derivatives, and the work items of the kernels.
 """
 
-import ast
+import argparse
 import keyword
 import re
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass
 
 from .errors import CannotMake
 from .schema import C_KEYWORDS, Argument, Schema
+from .shapes import Part, parts, pattern, words_of
 
 # The C type for each dtype that an option can name. "same" is the dtype of the first tensor, a floating-point one.
 C_TYPES = {
@@ -50,18 +50,13 @@ class Operator:
     schema: Schema
     operands: dict[str, Operand]  # the tensors of the schema
     results: dict[str, Operand]  # their `shape` is an expression, "x" or a list of sizes, and no pattern
-    grads: list[str] = field(default_factory=list)
-    saved: list[str] = field(default_factory=list)  # names of the operands and results that backward reads
-    work: str = "flat"  # "flat", "rows", or "items=" and the expression of a shape
+    grads: list[str]
+    saved: list[str]  # names of the operands and results that backward reads
+    work: str  # "flat", "rows", or "items=" and the expression of a shape
 
     @property
     def name(self) -> str:
         return self.schema.name
-
-    @property
-    def names(self) -> list[str]:
-        """Returns the names of all operands and results."""
-        return [*self.operands, *self.results]
 
     @property
     def has_unknown_size(self) -> bool:
@@ -101,40 +96,36 @@ def pairs(words: list[str], option: str, known: list[str]) -> dict[str, str]:
     return found
 
 
-def describe(
-    schema: Schema,
-    dtypes: list[str],
-    shapes: list[str],
-    roles: list[str],
-    grads: list[str] | None,
-    saved: list[str] | None,
-    work: str,
-) -> Operator:
-    """Returns the operator that a schema and options describe. Raises CannotMake if they do not fit together."""
+def describe(schema: Schema, options: argparse.Namespace) -> Operator:
+    """Returns the operator that a schema and the options of add_schema() in new.py describe.
+
+    Raises CannotMake if they do not fit together.
+    """
     _check_supported(schema)
-    if saved is not None and not grads:
+    if options.save is not None and not options.grad:
         raise CannotMake("expected --grad beside --save, which says what backward reads")
+    work = options.work or "flat"
     names = [each.name for each in schema.tensors]
-    dtype = pairs(dtypes, "--dtype", [*names, *schema.results])
+    saved = names if options.save is None else options.save
+    dtype = pairs(options.dtype, "--dtype", [*names, *schema.results])
     for each in dtype.values():
         if each not in C_TYPES:
             raise CannotMake(f"expected a dtype of {', '.join(C_TYPES)}, but got '{each}'")
     operands = {each.name: _operand(each, schema.tensors[0], dtype) for each in schema.tensors}
-    for name, role in pairs(roles, "--role", names).items():
+    for name, role in pairs(options.role, "--role", names).items():
         _give_role(operands[name], role, names[: names.index(name)])
     if operands[names[0]].dtype != "same":
         got = f"{names[0]} of {operands[names[0]].dtype}"
         raise CannotMake(f"expected a floating-point tensor as the first argument, but got {got}")
-    if operands[names[0]].shape == "" and any(each.shape == "[n]" for each in operands.values()):
+    has_rows = work == "rows" or any(each.shape == "[n]" for each in operands.values())
+    if has_rows and not operands[names[0]].shape:
         operands[names[0]].shape = "[*, n]"
-    if work == "rows" and not operands[names[0]].shape:
-        operands[names[0]].shape = "[*, n]"
-    given = pairs(shapes, "--shape", list(schema.results))
+    given = pairs(options.shape, "--shape", list(schema.results))
     results = {
         name: Operand(name, dtype.get(name, "same"), given.get(name, names[0]), is_written=schema.has_out)
         for name in schema.results
     }
-    operator = Operator(schema, operands, results, list(grads or []), list(saved if saved is not None else names), work)
+    operator = Operator(schema, operands, results, options.grad or [], saved, work)
     _check_names(operator)
     _check_roles_of_lists(operator)
     _check_gradients(operator)
@@ -148,25 +139,9 @@ def describe(
 
 
 # Names that the generated files use for variables of their own, in scopes where arguments and results are variables.
-RESERVED = {
-    "args",
-    "batch",
-    "call",
-    "checks",
-    "ctx",
-    "dtype",
-    "i",
-    "inputs",
-    "items",
-    "j",
-    "keyword_only_inputs",
-    "make",
-    "match",
-    "number",
-    "op",
-    "output",
-}
-RESERVED |= {"indices_below", "results", "sample", "shape", "torch", "unknown_size"}
+RESERVED = {"args", "call", "checks", "ctx", "dtype", "fit", "i", "indices_below", "inputs", "items", "j"}
+RESERVED |= {"keyword_only_inputs", "make", "match", "number", "op", "output", "results", "sample", "shape", "torch"}
+RESERVED |= {"unknown_size"}
 
 
 def _check_names(operator: Operator) -> None:
@@ -224,23 +199,6 @@ def _check_roles_of_lists(operator: Operator) -> None:
             )
     if operator.grads:
         raise CannotMake("expected no --grad with lists: the template 'tensors' has such gradients")
-
-
-def words_of(pattern: str) -> list[str]:
-    """Returns the words of a pattern such as "[*, n, 4]". Other shapes, such as "like x", have none."""
-    return [word.strip() for word in pattern[1:-1].split(",")] if pattern.startswith("[") else []
-
-
-def _pattern(role: str, name: str) -> str:
-    """Returns the shape pattern of a role, spaced as match.h reads it. Raises CannotMake if it is not valid."""
-    words = [word for word in words_of(role) if word]
-    if (
-        not role.endswith("]")
-        or any(not re.fullmatch(r"\*|\d+|[a-z]\w*", word) for word in words)
-        or words.count("*") > 1
-    ):
-        raise CannotMake(f"expected sizes of {name} such as [*, rows, 4], with * once at most, but got '{role}'")
-    return f"[{', '.join(words)}]"
 
 
 def _check_supported(schema: Schema) -> None:
@@ -305,11 +263,11 @@ def _give_role(operand: Operand, role: str, before: list[str]) -> None:
     word, _, of = role.partition(":")
     of, _, shape = of.partition(":") if word == "index" else (of, "", "")
     if role.startswith("["):
-        operand.shape = _pattern(role, operand.name)
+        operand.shape = pattern(role, operand.name)
     elif word == "any" and not of:
         operand.shape = ""
     elif word == "index" and of:
-        operand.dtype, operand.shape, operand.below = "int64", _pattern(shape, operand.name) if shape else "", of
+        operand.dtype, operand.shape, operand.below = "int64", pattern(shape, operand.name) if shape else "", of
     elif word in ("mask", "like") and of in before:
         operand.shape = f"{'like' if word == 'like' else 'broadcasts to'} {of}"
         operand.dtype = "bool" if word == "mask" else operand.dtype
@@ -342,67 +300,6 @@ def _check_gradients(operator: Operator) -> None:
 # ---- shapes ----
 
 
-@dataclass(frozen=True)
-class Part:
-    """Holds one part of a shape expression.
-
-    With `tensor`, the part stands for the sizes of dimensions [begin, end) of this tensor or, if `is_size`, for the
-    size of dimension `begin` alone. Without `tensor`, the part is the one size `number`.
-    """
-
-    tensor: str = ""
-    begin: int | None = None
-    end: int | None = None
-    is_size: bool = False
-    number: str = ""  # digits, the name of an argument, or "?" for a size that depends on the data
-
-
-def parts(expression: str, operator: Operator) -> list[Part]:
-    """Returns the parts of a shape expression, such as "x" or "[*x[:-1], k, x[0], 3]"."""
-    if not expression.startswith("["):
-        return [Part(expression)]
-    try:
-        tree = ast.parse(expression.replace("?", "unknown_size"), mode="eval").body
-    except SyntaxError:
-        return _fail_shape(expression, expression)
-    if not isinstance(tree, ast.List):
-        return _fail_shape(expression, expression)
-    return [_part(element, expression) for element in tree.elts]
-
-
-def _fail_shape(got: str, expression: str) -> NoReturn:
-    raise CannotMake(
-        "expected a shape of a tensor's name or a list of numbers, arguments, x[0], *x, *x[:-1] and ?, but got "
-        f"'{got}' in '{expression}'"
-    )
-
-
-def _part(node: ast.expr, expression: str) -> Part:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return Part(number=str(node.value))
-    if isinstance(node, ast.Name):
-        return Part(number="?" if node.id == "unknown_size" else node.id)
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-        return Part(node.value.id, _index(node.slice, expression), is_size=True)
-    if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name):
-        return Part(node.value.id)
-    inner = node.value if isinstance(node, ast.Starred) else None
-    if isinstance(inner, ast.Subscript) and isinstance(inner.value, ast.Name) and isinstance(inner.slice, ast.Slice):
-        begin, end = (
-            None if each is None else _index(each, expression) for each in (inner.slice.lower, inner.slice.upper)
-        )
-        return Part(inner.value.id, begin, end)
-    return _fail_shape(ast.unparse(node), expression)
-
-
-def _index(node: ast.expr, expression: str) -> int:
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return _fail_shape(ast.unparse(node), expression)
-    return value if type(value) is int else _fail_shape(ast.unparse(node), expression)
-
-
 def _is_list_of_sizes(part: Part, operator: Operator, what: str) -> bool:
     """Returns whether a part of a result's shape, or of the work items, names values of an argument SymInt[]."""
     argument = next((each for each in operator.schema.number_lists if each.name == part.tensor), None)
@@ -432,7 +329,7 @@ def _check_shape(expression: str, operator: Operator, what: str, before: list[st
     These are tensors of the schema that are not optional, results in `before`, numbers and SymInt arguments. The shape
     of a result may also have sizes of "?".
     """
-    for part in parts(expression, operator):
+    for part in parts(expression):
         if part.tensor:
             operand = operator.operands.get(part.tensor)
             is_known = operand is not None and not operand.is_optional
@@ -440,6 +337,10 @@ def _check_shape(expression: str, operator: Operator, what: str, before: list[st
                 raise CannotMake(
                     f"expected {what} to name tensors of the schema that are not optional, or results before it, "
                     f"but got '{part.tensor}'"
+                )
+            if part.tensor in operator.results and part != Part(part.tensor):
+                raise CannotMake(
+                    f"expected {what} to name all sizes of the result, *{part.tensor}, but got some of them"
                 )
             continue
         argument = operator.schema.argument(part.number)

@@ -5,7 +5,6 @@ import ctypes
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 from . import new, tree
 from .errors import CannotMake
@@ -43,40 +42,37 @@ def named(name: str, symbols: set[str]) -> set[str]:
     return {PLACEHOLDER.sub(name, symbol) for symbol in symbols if PLACEHOLDER.search(symbol)}
 
 
-def section_of(path: Path, start: str, name: str) -> str:
-    """Returns the text of a template from the line that begins with `start` on, with the op's name put in."""
-    text = path.read_text()
-    return PLACEHOLDER.sub(name, text[text.index(f"\n{start}") :].strip("\n")) + "\n"
-
-
-def op_files(kind: str, name: str) -> dict[str, str]:
-    """Returns the texts of an op's files (kernels, shim, Python, spec and test) by their path in the repository."""
-    template = tree.TREE / "templates" / kind
-    kernels = sorted((template / "kernel_template").iterdir())
-    places = {f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": path for path in kernels}
-    places |= {f"extension_cpp/functional/{name}.py": template / "functional_template.py"}
-    places |= {f"tests/specs/{name}.py": template / "spec_template.py"}
-    places |= {f"tests/test_{name}.py": template / "test_template.py"}
-    return {place: PLACEHOLDER.sub(name, path.read_text()) for place, path in places.items()}
-
-
 def from_template(kind: str, name: str) -> Addition:
     """Makes an op from a template, under the name `name`. The op works without further edits."""
     tree.check_identifier("op", name)
     template = tree.TREE / "templates" / kind
     texts = {path.name: path.read_text() for path in template.iterdir() if path.is_file()}
-    reference = section_of(template / "reference_template.py", "def ", name)
+    named_texts = {file: PLACEHOLDER.sub(name, text) for file, text in texts.items()}
+
+    def section(file: str, start: str) -> str:
+        """Returns the text of a file from the line that begins with `start` on."""
+        text = named_texts[file]
+        return text[text.index(f"\n{start}") :].strip("\n") + "\n"
+
+    files = {
+        f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": PLACEHOLDER.sub(name, path.read_text())
+        for path in sorted((template / "kernel_template").iterdir())
+    }
+    files[f"extension_cpp/functional/{name}.py"] = named_texts["functional_template.py"]
+    files[f"tests/specs/{name}.py"] = named_texts["spec_template.py"]
+    files[f"tests/test_{name}.py"] = named_texts["test_template.py"]
+    reference = section("reference_template.py", "def ")
     # The row of the table in docs/ops.md and the op's section there. `make docs` writes the same text.
-    row, section = PLACEHOLDER.sub(name, texts["docs_template.md"]).split("\n\n", 1)
-    has_types = "stub_template.pyi" in texts  # only differentiable operators are in _ops.pyi
+    row, page = named_texts["docs_template.md"].split("\n\n", 1)
     return Addition(
         name,
-        op_files(kind, name),
-        entry=section_of(template / "ops_template.py", "# ---- ", name),
+        files,
+        entry=section("ops_template.py", "# ---- "),
         reference=lambda line: reference,
-        stub=section_of(template / "stub_template.pyi", "def ", name) if has_types else "",
+        # only differentiable operators are in _ops.pyi
+        stub=section("stub_template.pyi", "def ") if "stub_template.pyi" in texts else "",
         row=row + "\n",
-        section=section,
+        section=page,
         names=named(name, tree.top_level_names(texts["ops_template.py"])),
         own=tree.top_level_names(texts["functional_template.py"]) - {"kernel_template"},
     )
@@ -112,14 +108,9 @@ def addition(options: argparse.Namespace, name: str | None) -> Addition:
     return from_template(kind, FIRST_OP[kind] if name is None else name)
 
 
-def run_new(options: argparse.Namespace) -> int:
-    status = new.run_elsewhere(options)
-    if status is not None:
-        return status
+def run_new(options: argparse.Namespace) -> None:
     if options.kind == "accessor":
         new.described(options, None)
-        new_example(options.name)
-        return 0
+        return new_example(options.name)
     state = " as it stands" if options.schema is None else new.UNWRITTEN
-    new.new(addition(options, options.name), state)
-    return 0
+    return new.new(addition(options, options.name), state)

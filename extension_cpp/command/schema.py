@@ -5,7 +5,7 @@ topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ C_KEYWORDS = re.findall(
     volatile wchar_t while xor xor_eq
     """,
 )
-NUMBERS = ("int", "SymInt", "float", "bool")
-TYPES = ("Tensor", *NUMBERS)
+TYPES = ("Tensor", "int", "SymInt", "float", "bool")
+WRITTEN = r"\(\w+!\)"  # the (a!) of a tensor that is written
 
 
 @dataclass(frozen=True)
@@ -110,44 +110,46 @@ class Schema:
 
 
 class _Reader:
-    """Reads the words of a schema one after the other."""
+    """Reads the words of a schema one after the other. At its end, the word is ""."""
 
     WORD = re.compile(r"\s*(->|\(\w+!\)|\[\d*\]|[A-Za-z_]\w*|-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\S|$)")
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.left = text, [*self.WORD.finditer(text)]
 
-    def peek(self) -> str:
-        found = self.WORD.match(self.text, self.at)
-        return found[1] if found else ""
+    @property
+    def word(self) -> str:
+        return self.left[0][1]
 
-    def take(self) -> str:
-        found = self.WORD.match(self.text, self.at)
-        assert found is not None  # WORD matches at every position, because its last alternative is $
-        self.at = found.end()
-        return found[1]
-
-    def fail(self, expected: str) -> CannotMake:
-        space = re.compile(r"\s*").match(self.text, self.at)
-        column = space.end() if space else self.at
-        got = f"'{self.peek()}'" if self.peek() else "its end"
-        return CannotMake(f"expected {expected} at column {column + 1} of the schema, but got {got}: {self.text}")
-
-    def expect(self, word: str) -> None:
-        if self.peek() != word:
-            raise self.fail(f"'{word}'")
-        self.take()
+    def take(self, pattern: str) -> str:
+        """Takes the word and returns it if it matches the pattern, else an empty text."""
+        return self.left.pop(0)[1] if re.fullmatch(pattern, self.word) else ""
 
     def accept(self, word: str) -> bool:
-        found = self.peek() == word
-        if found:
-            self.take()
-        return found
+        return bool(self.take(re.escape(word)))
+
+    def fail(self, expected: str) -> CannotMake:
+        got, column = f"'{self.word}'" if self.word else "its end", self.left[0].start(1) + 1
+        return CannotMake(f"expected {expected} at column {column} of the schema, but got {got}: {self.text}")
+
+    def expect(self, word: str) -> None:
+        if not self.accept(word):
+            raise self.fail(f"'{word}'")
 
     def name(self, what: str) -> str:
-        if not re.fullmatch(r"[A-Za-z_]\w*", self.peek()):
+        found = self.take(r"[A-Za-z_]\w*")
+        if not found:
             raise self.fail(what)
-        return self.take()
+        return found
+
+    def elements(self, end: str) -> Iterator[None]:
+        """Yields before each element of a list, of which the caller then reads all but the commas and the `end`."""
+        is_first = True
+        while not self.accept(end):
+            if not is_first:
+                self.expect(",")
+            is_first = False
+            yield
 
 
 def parse(text: str) -> Schema:
@@ -167,16 +169,14 @@ def parse(text: str) -> Schema:
     reader.expect("(")
     arguments: list[Argument] = []
     keyword_only = False
-    while not reader.accept(")"):
-        if arguments or keyword_only:
-            reader.expect(",")
+    for _ in reader.elements(")"):
         if reader.accept("*"):
             keyword_only = True
             reader.expect(",")
         arguments.append(_argument(reader, keyword_only, {each.name for each in arguments}))
     reader.expect("->")
     results, gives_lists = _results(reader)
-    if reader.peek():
+    if reader.word:
         raise reader.fail("the end of the schema")
     _check_defaults(arguments)
     schema = Schema(name, tuple(arguments), results, gives_lists)
@@ -214,41 +214,31 @@ def _check_defaults(arguments: list[Argument]) -> None:
 
 
 def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:
-    if reader.peek() not in TYPES:
+    kind = reader.take("|".join(TYPES))
+    if not kind:
         raise reader.fail(f"one of the types {', '.join(TYPES)}")
-    kind = reader.take()
-    is_written = kind == "Tensor" and re.fullmatch(r"\(\w+!\)", reader.peek()) is not None
-    if is_written:
-        reader.take()
-    is_list = re.fullmatch(r"\[\d*\]", reader.peek()) is not None
-    length = reader.take()[1:-1] if is_list else ""
+    is_written = kind == "Tensor" and bool(reader.take(WRITTEN))
+    brackets = reader.take(r"\[\d*\]")
     is_optional = reader.accept("?")
-    if reader.peek() in taken:
+    if reader.word in taken:
         raise reader.fail("a name that no other argument has")
     name = reader.name("the argument's name")
     default = _default(reader) if reader.accept("=") else None
-    return Argument(name, kind, is_optional, is_list, length, is_written, default, keyword_only)
+    return Argument(name, kind, is_optional, bool(brackets), brackets[1:-1], is_written, default, keyword_only)
 
 
 def _default(reader: _Reader) -> str:
-    if not reader.accept("["):
-        return _value(reader)
-    words: list[str] = []
-    while not reader.accept("]"):
-        if words:
-            reader.expect(",")
-        words.append(_value(reader))
-    return f"[{', '.join(words)}]"
+    if reader.accept("["):
+        return f"[{', '.join([_value(reader) for _ in reader.elements(']')])}]"
+    return _value(reader)
 
 
 def _value(reader: _Reader) -> str:
-    word = reader.take()
     try:
-        ast.literal_eval(word)
+        ast.literal_eval(reader.word)
     except (SyntaxError, ValueError):
-        reader.at -= len(word)
         raise reader.fail("a default value") from None
-    return word
+    return reader.take(".+")
 
 
 def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
@@ -256,12 +246,10 @@ def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
     if not reader.accept("("):
         _expect_tensor(reader)
         is_list = reader.accept("[]")
-        return (reader.take() if reader.peek() else "out",), is_list
+        return (reader.take(".+") or "out",), is_list
     names: list[str] = []
     are_lists: set[bool] = set()
-    while not reader.accept(")"):
-        if names:
-            reader.expect(",")
+    for _ in reader.elements(")"):
         _expect_tensor(reader)
         are_lists.add(reader.accept("[]"))
         names.append(reader.name("the result's name"))
@@ -272,7 +260,7 @@ def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
 
 def _expect_tensor(reader: _Reader) -> None:
     reader.expect("Tensor")
-    if re.fullmatch(r"\(\w+!\)", reader.peek()):
+    if reader.take(WRITTEN):
         raise CannotMake(
             "expected -> () of an operator that writes, because torch.compile in PyTorch 2.10 takes none that returns "
             "an argument; the Python function of an overload .out returns it"

@@ -98,6 +98,10 @@ def sources() -> dict[str, str]:
     return {place: (TREE / place).read_text() for place in places}
 
 
+def in_tree(texts: dict[str, str]) -> dict[Path, str]:
+    return {TREE / place: text for place, text in texts.items()}
+
+
 def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool]) -> None:
     """Refuses an op's name that is taken in the tree of these texts, or that hides a builtin in ops.py."""
     name = op.name
@@ -176,32 +180,43 @@ def with_count(text: str, more: int) -> str:
     return re.sub(r"\*\*(\d+) fast operators\*\*", lambda n: f"**{int(n[1]) + more} fast operators**", text)
 
 
-def with_section(text: str, section: str) -> str:
-    """Adds a section to docs/ops.md after the sections of the other ops."""
-    before, modules, after = text.partition("\n## Modules\n")  # a package's page has no modules
-    return f"{before}\n{section}{modules}{after}"
-
-
-def cut(path: Path, text: str, pattern: str, what: str) -> str:
-    """Returns the text of this file without the one passage that matches a pattern."""
-    text, count = re.subn(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
-    if count != 1:
-        raise CannotMake(f"expected {path.relative_to(TREE)} to have {what} once, but found it {count} times")
-    return text
-
-
 def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
     """Returns the EDITED files of these texts with one more op."""
     ops, table, stub, page, readme = EDITED
     marks = re.findall(r"=([A-Z][A-Z0-9_]+),", op.entry)
     reference = texts[table] + "\n\n"
+    sections, modules, after = texts[page].partition("\n## Modules\n")  # a package's page has no modules
     changed = {
         ops: with_marks(with_entry(texts[ops], op.name, op.entry), marks),
         table: reference + op.reference(reference.count("\n") + 1),
         stub: texts[stub] + op.stub,
-        page: with_row(with_section(texts[page], op.section), op.row),
+        page: with_row(f"{sections}\n{op.section}{modules}{after}", op.row),
         readme: with_count(texts[readme], 1),
     }
+    return {place: text for place, text in changed.items() if text != texts[place]}
+
+
+def without_op(texts: dict[str, str], name: str) -> dict[str, str]:
+    """Returns the EDITED files of these texts without an op, as they were before with_op()."""
+    ops, table, stub, page, readme = EDITED
+    passages = [
+        *((ops, f"^{re.escape(line)}", f"'{line.strip()}'") for line in imports_of(name)),
+        (ops, rf"\n^# ---- {name} ----\n.*?(?=\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
+        (ops, rf'^    "{name}",\n', f"{name} in __all__"),
+        (table, rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
+        (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
+        (page, rf"\n^## {name}\n.*?(?=\n^## |\Z)", f"a section {name}"),
+    ]
+    if f"\ndef {name}(" in texts[stub]:  # only differentiable operators are in it
+        types = rf"(?:^def {name}(?:_double)?(?:_backward)?\((?:.|\n)*?: \.\.\.\n)+"
+        passages.append((stub, types, f"the types of {name}"))
+    changed = {place: texts[place] for place in EDITED}
+    for place, pattern, what in passages:
+        changed[place], count = re.subn(pattern, "", changed[place], flags=re.DOTALL | re.MULTILINE)
+        if count != 1:
+            raise CannotMake(f"expected {place} to have {what} once, but found it {count} times")
+    changed[ops] = with_marks(changed[ops])
+    changed[readme] = with_count(changed[readme], -1)
     return {place: text for place, text in changed.items() if text != texts[place]}
 
 
@@ -225,14 +240,6 @@ def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
             if files and Path(program).exists():
                 subprocess.run([program, *options, *files], capture_output=True, check=True)
         return {path: copies[path].read_text() if copies[path].exists() else texts[path] for path in texts}
-
-
-def make_folder(folder: Path, made: list[Path]) -> None:
-    if folder.is_dir():
-        return
-    make_folder(folder.parent, made)
-    folder.mkdir()
-    made.append(folder)
 
 
 @contextlib.contextmanager
@@ -271,7 +278,8 @@ def write(plan: Plan) -> None:
     try:
         with on_signals(stop, signal.SIGTERM):
             for path, text in laid_out(plan.new).items():
-                make_folder(path.parent, made)
+                made += [folder for folder in reversed(path.parents) if not (folder.exists() or folder.is_symlink())]
+                path.parent.mkdir(parents=True, exist_ok=True)
                 made.append(path)
                 path.write_text(text)
                 if text.startswith("#!"):

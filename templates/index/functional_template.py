@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.match import FLOATING, INT64, Match
@@ -67,9 +67,7 @@ def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
     return {"grad_out": _ops.kernel_template(grad_grad_x, index)}
 
 
-def kernel_template_plain(x: Tensor, index: Tensor) -> Tensor:
-    """Computes the op in plain tensor operations, for forward-mode differentiation."""
-    return x[index]
+kernel_template_plain = reference.kernel_template  # for forward-mode differentiation
 
 
 def kernel_template_backward_plain(grad_out: Tensor, index: Tensor, rows: int) -> Tensor:

@@ -1,15 +1,8 @@
-"""Registers the fake implementation and the autograd formula of every operator.
-
-This is the table of the operators. The functions are in functional/. registration/entries.py says what an entry is.
-"""
-
 from .functional import kernel_template as kernel_template_functions
 from .functional.kernel_template import kernel_template
 from .registration.entries import NONE, register
 
-__all__ = [
-    "kernel_template",
-]
+__all__ = ["kernel_template"]
 
 # ---- kernel_template ----
 

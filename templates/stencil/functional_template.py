@@ -62,6 +62,4 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     }
 
 
-def kernel_template_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes the op in plain tensor operations, for forward-mode differentiation."""
-    return reference.kernel_template(x, weight, bias)
+kernel_template_plain = reference.kernel_template  # for forward-mode differentiation

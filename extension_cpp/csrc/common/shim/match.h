@@ -67,6 +67,14 @@ class Match {
 
   // Fails unless a list of numbers, which has `length` values, has from `least` to `most` of them.
   void length(const char *name, size_t length, size_t least, size_t most) const;
+  template <typename T>
+  void length(const char *name, const std::vector<T> &list, size_t least, size_t most) const {
+    length(name, list.size(), least, most);
+  }
+  template <typename T>  // None is accepted
+  void length(const char *name, const std::optional<T> &list, size_t least, size_t most) const {
+    if (list) length(name, *list, least, most);
+  }
 
   // Returns the dtype of the first tensor, which must be floating point.
   dtype_t dtype() const { return check_dtype(op_, given_[0].name, *given_[0].tensor); }
