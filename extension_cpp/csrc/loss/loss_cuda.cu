@@ -171,11 +171,10 @@ cudaError_t gradient_rows(const loss_forward_args &args, const Plan &plan, cudaS
   return with_row_type(args.rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const GradientParams p{geometry_of(plan, args.rows.outer, args.rows.cols), args};
-    return with_row_shape<Form::PLAIN>(plan, [&](auto vectors, auto aligned) {
-      constexpr auto kernel =
-          loss_gradient_rows<T, decltype(vectors)::value, decltype(aligned)::value>;
-      return launch(kernel, p, plan, stream);
+    const void *const kernel = kernel_of_shape<Form::PLAIN>(plan, [](auto vectors, auto aligned) {
+      return address(loss_gradient_rows<T, vectors, aligned>);
     });
+    return launch(kernel, &p, plan, stream);
   });
 }
 

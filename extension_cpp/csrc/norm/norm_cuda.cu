@@ -49,7 +49,7 @@ static cudaError_t generic_forward(const norm_forward_args &args, const Plan &pl
     using T = decltype(zero);
     const auto kernel = args.centered ? generic_forward_kernel<T, LayerNorm<acc_t<T>>>
                                       : generic_forward_kernel<T, RmsNorm<acc_t<T>>>;
-    return launch(kernel, args, plan, stream);
+    return launch(address(kernel), &args, plan, stream);
   });
 }
 
@@ -61,7 +61,7 @@ static cudaError_t generic_backward(const norm_backward_args &args, const Plan &
     if (args.grad_x != nullptr && args.rows > 0) {
       const auto kernel = is_layer_norm ? generic_rows_kernel<T, LayerNorm<acc_t<T>>>
                                         : generic_rows_kernel<T, RmsNorm<acc_t<T>>>;
-      const cudaError_t error = launch(kernel, args, plan, stream);
+      const cudaError_t error = launch(address(kernel), &args, plan, stream);
       if (error != cudaSuccess) return error;
     }
     if (plan.parts == 0 || norm_weight_gradients(&args) == 0) return cudaSuccess;

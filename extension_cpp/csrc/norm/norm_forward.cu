@@ -143,19 +143,18 @@ __global__ void __maxnreg__((row_registers<Norm, FORM, K, ALIGNED>()))
 
 cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
                     cudaStream_t stream) {
-  const auto run = [&](const auto &p, auto zero, auto norm, auto constant) {
-    // These names are needed here, because in the next lambda gcc would take the types for
-    // references.
+  return with_row_type(args.dtype, [&](auto zero) {
     using T = decltype(zero);
-    using Norm = decltype(norm);
-    constexpr Form FORM = decltype(constant)::value;
-    return with_row_shape<FORM>(plan, [&](auto vectors, auto aligned) {
-      constexpr auto kernel =
-          row_kernel<T, Norm, FORM, decltype(vectors)::value, decltype(aligned)::value>;
-      return launch(kernel, p, plan, stream);
+    const ForwardParams<T> p{geometry_of(plan, args.rows, args.cols), args};
+    const void *const kernel = kernel_of_norm(args.centered, form, [&](auto norm, auto constant) {
+      using Norm = decltype(norm);
+      constexpr Form FORM = decltype(constant)::value;
+      return kernel_of_shape<FORM>(plan, [](auto vectors, auto aligned) {
+        return address(row_kernel<T, Norm, FORM, vectors, aligned>);
+      });
     });
-  };
-  return with_params<ForwardParams>(args, args.centered, form, plan, run);
+    return launch(kernel, &p, plan, stream);
+  });
 }
 
 }  // namespace norms

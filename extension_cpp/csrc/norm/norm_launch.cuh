@@ -71,21 +71,18 @@ cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
 cudaError_t backward(const norm_backward_args &args, Form form, const Plan &plan,
                      cudaStream_t stream);
 
-// Calls f(parameters, zero of the rows' type, norm, form). `norm` is LayerNorm or RmsNorm
+// Returns f(norm, form), which is the address of a kernel. `norm` is LayerNorm or RmsNorm
 // (norm_math.cuh), and `form` is a constant. Only layer_norm is fused with dropout of y.
-template <template <typename T> class Params, typename Args, typename F>
-cudaError_t with_params(const Args &args, bool is_layer_norm, Form form, const Plan &plan, F &&f) {
-  return with_row_type(args.dtype, [&](auto zero) {
-    const Params<decltype(zero)> p{geometry_of(plan, args.rows, args.cols), args};
-    constexpr std::integral_constant<Form, Form::PLAIN> plain;
-    constexpr std::integral_constant<Form, Form::RESIDUAL> residual;
-    constexpr std::integral_constant<Form, Form::DROPOUT_OF_Y> dropout_of_y;
-    const auto run = [&](auto norm) {
-      return form == Form::RESIDUAL ? f(p, zero, norm, residual) : f(p, zero, norm, plain);
-    };
-    if (form == Form::DROPOUT_OF_Y) return f(p, zero, LayerNorm<float>{}, dropout_of_y);
-    return is_layer_norm ? run(LayerNorm<float>{}) : run(RmsNorm<float>{});
-  });
+template <typename F>
+const void *kernel_of_norm(bool is_layer_norm, Form form, F &&f) {
+  constexpr std::integral_constant<Form, Form::PLAIN> plain;
+  constexpr std::integral_constant<Form, Form::RESIDUAL> residual;
+  constexpr std::integral_constant<Form, Form::DROPOUT_OF_Y> dropout_of_y;
+  if (form == Form::DROPOUT_OF_Y) return f(LayerNorm<float>{}, dropout_of_y);
+  if (form == Form::RESIDUAL) {
+    return is_layer_norm ? f(LayerNorm<float>{}, residual) : f(RmsNorm<float>{}, residual);
+  }
+  return is_layer_norm ? f(LayerNorm<float>{}, plain) : f(RmsNorm<float>{}, plain);
 }
 
 }  // namespace norms

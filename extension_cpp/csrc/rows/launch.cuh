@@ -50,24 +50,29 @@ inline cudaError_t plan_rows(Plan &plan, dtype_t dtype, int64_t rows, int64_t co
   return error;
 }
 
-// Calls f(vectors, aligned) with the values of a forward plan as constants. No other values have
-// kernels.
+// Returns a kernel, whose only parameter is a struct, as launch() takes it.
+template <typename Params>
+const void *address(void (*kernel)(Params)) {
+  return reinterpret_cast<const void *>(kernel);
+}
+
+// Returns f(vectors, aligned), which is the address of the kernel for these two constants of a
+// forward plan. Other values have no kernels.
 template <Form FORM, typename F>
-cudaError_t with_row_shape(const Plan &plan, F &&f) {
+const void *kernel_of_shape(const Plan &plan, F &&f) {
   if (!plan.is_aligned) return f(std::integral_constant<int, 4>{}, std::false_type{});
-  cudaError_t error =
-      cudaErrorInvalidValue;  // remains only if fit() allows a shape without kernels
+  const void *kernel = nullptr;
   const auto try_vectors = [&](auto vectors) {
     constexpr int K = decltype(vectors)::value;
     if constexpr (has_row_kernel(FORM, K, false) || has_row_kernel(FORM, K, true)) {
-      if (plan.vectors == K) error = f(vectors, std::true_type{});
+      if (plan.vectors == K) kernel = f(vectors, std::true_type{});
     }
   };
   try_vectors(std::integral_constant<int, 3>{});
   try_vectors(std::integral_constant<int, 4>{});
   try_vectors(std::integral_constant<int, 6>{});
   try_vectors(std::integral_constant<int, 8>{});
-  return error;
+  return kernel;
 }
 
 // A launch configuration with at most one attribute.
@@ -99,7 +104,8 @@ struct LaunchConfig : cudaLaunchConfig_t {
   }
 };
 
-// Not a template, so that this host code is compiled once instead of once per kernel.
+// Launches a kernel whose only parameter is the struct at `params`. Not a template, so that this
+// host code is compiled once instead of once per kernel.
 inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
                           cudaStream_t stream) {
   LaunchConfig config(plan.ctas, dim3(plan.threads, plan.rows_per_cta), stream);
@@ -107,13 +113,6 @@ inline cudaError_t launch(const void *kernel, const void *params, const Plan &pl
   if (plan.cluster > 1) error = config.set_cluster(kernel, plan.shared_bytes, plan.cluster);
   void *parameters[] = {const_cast<void *>(params)};
   return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, parameters) : error;
-}
-
-// Launches a kernel whose only parameter is a struct.
-template <typename Params>
-cudaError_t launch(void (*kernel)(Params), const Params &params, const Plan &plan,
-                   cudaStream_t stream) {
-  return launch(reinterpret_cast<const void *>(kernel), &params, plan, stream);
 }
 
 }  // namespace rows

@@ -242,16 +242,15 @@ __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BACKWARD_CTAS)
 
 template <typename T>
 cudaError_t launch_rows(const RowParams<T> &p, cudaStream_t stream) {
-  if (p.grad_out != nullptr) {
-    return with_row_shape<Form::RESIDUAL>(p, [&](auto vectors, auto aligned) {
-      constexpr bool ALIGNED = decltype(aligned)::value;
-      return launch(softmax_backward_rows<T, decltype(vectors)::value, ALIGNED>, p, p, stream);
-    });
-  }
-  return with_row_shape<Form::PLAIN>(p, [&](auto vectors, auto aligned) {
-    constexpr bool ALIGNED = decltype(aligned)::value;
-    return launch(softmax_rows<T, decltype(vectors)::value, ALIGNED>, p, p, stream);
-  });
+  const auto forward = [](auto vectors, auto aligned) {
+    return address(softmax_rows<T, vectors, aligned>);
+  };
+  const auto backward = [](auto vectors, auto aligned) {
+    return address(softmax_backward_rows<T, vectors, aligned>);
+  };
+  const void *const kernel = p.grad_out == nullptr ? kernel_of_shape<Form::PLAIN>(p, forward)
+                                                   : kernel_of_shape<Form::RESIDUAL>(p, backward);
+  return launch(kernel, &p, p, stream);
 }
 
 }  // namespace softmaxes
