@@ -26,6 +26,7 @@ from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
 
 ROWS, COLS, EPS = 8, 512, 1e-5
 PLAIN = "register_autograd"  # the way whose operator has torch.library's registration
+WARM_UP = 100  # calls before a batch
 CALLS = 50  # calls per batch: few enough to end before the system interrupts, and to fit into a GPU's queue
 
 # For each pass its grad mode, and the ways to call layer_norm that are left out, because they do what another way does.
@@ -167,7 +168,9 @@ def take_batches(
         plain.close()
         if way == PLAIN:
             plain.enter_context(registered_plainly(op))
-        batch(calls[way], 2)  # untimed, because the other ways' calls have changed the caches and the registration
+        # Untimed, because the other ways' calls have changed the caches. Where a registration has changed a module, the
+        # interpreter specializes the code that reads the module again only after some 50 calls.
+        batch(calls[way], WARM_UP)
         if device == "cuda":
             torch.cuda.synchronize()
 
