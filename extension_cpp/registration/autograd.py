@@ -25,7 +25,7 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
-from .calls import CASTING, DIRECT, NO_GRAD, by_position, defaults_of, overload_of, overloads_of
+from .calls import DIRECT, by_position, defaults_of, overload_of, overloads_of
 from .lists import FunctionOfLists, is_list, list_places, one_by_one
 
 
@@ -98,38 +98,6 @@ def leading(function: Callable[..., Any], count: int) -> Callable[..., Any]:
         return results[0] if count == 1 else results[:count]
 
     return first
-
-
-def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
-    """Works as torch.library.register_autocast, for an operator and for its no-grad overload."""
-    op = qualified(op)
-    CASTING.add(op)
-    for name in (op, op + NO_GRAD):
-        library = library_for(f"Autocast {device_type} {name}", op)
-        torch.library.register_autocast(name, device_type, cast_inputs, lib=library)
-
-
-def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Makes autocast call an operator, or its no-grad overload, with what rule(device_type, arguments) returns.
-
-    `arguments` has the arguments of the call by position, defaults included.
-    """
-    op = qualified(op)
-    CASTING.add(op)
-    keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-    for name in (op, op + NO_GRAD):
-        overload = overload_of(name)
-        defaults = tuple(argument.default_value for argument in overload._schema.arguments)
-        for device_type in ("cpu", "cuda"):
-
-            def kernel(
-                *args: Any, overload: Any = overload, device_type: str = device_type, defaults: Any = defaults
-            ) -> Any:
-                with torch._C._ExcludeDispatchKeyGuard(keys):
-                    return overload(*rule(device_type, (*args, *defaults[len(args) :])))
-
-            library = library_for(f"Autocast {device_type} {name}", op)
-            library.impl(name.split("::")[1], kernel, f"Autocast{device_type.upper()}")
 
 
 def is_sharded(x: object) -> bool:

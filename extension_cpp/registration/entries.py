@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .autocast import register_autocast, register_autocast_rule
 from .autograd import (
     Gradients,
     library_for,
     qualified,
-    register_autocast,
-    register_autocast_rule,
     register_autograd,
     register_fake,
     register_not_differentiable,
