@@ -62,7 +62,10 @@ def options(function: Callable[..., Any], samples: Callable[..., Iterator[Sample
 
 
 def _of_wrong_dtype(x: Tensor, expected: str) -> Tensor:
-    return x.double() if " like " in expected else x.cfloat()
+    if " like " in expected:
+        return x.double()
+    # Integers in place of other integers or of masks, and in place of floating-point numbers.
+    return x.int() if x.is_floating_point() else x.short()
 
 
 def _refused(function: Callable[..., Any], sample: Sample, message: str) -> ErrorSample:
@@ -83,7 +86,7 @@ def too_many_values(function: Callable[..., Any], sample: Sample, expected: dict
     """Yields a call for each list of numbers, with one more than the message says, such as "at most 16 values"."""
     for name, values in expected.items():
         count = int(re.sub(r"\D", "", values)) + 1
-        wrong = by_name(function, sample)[name][:1] * count
+        wrong = (by_name(function, sample)[name][:1] or (1,)) * count
         yield _refused(function, replaced(function, sample, name, wrong), f"{name} to have {values}, but got {count}")
 
 

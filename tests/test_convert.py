@@ -475,6 +475,15 @@ class FinalNorm(OwnNorm):
         raise TypeError("FinalNorm is final")
 
 
+class Sealed(type):
+    def __init_subclass__(cls, **keywords: object) -> None:
+        raise TypeError("Sealed is final")
+
+
+class SealedNorm(OwnNorm, metaclass=Sealed):
+    """Its metaclass cannot be joined with that of convert's classes."""
+
+
 def sharded() -> torch.nn.Module:
     norm = LlamaRMSNorm(64)
     norm.weight = torch.nn.Parameter(torch.empty(0))
@@ -520,6 +529,7 @@ LEFT = {
     "its gradients are others": [DetachedStatisticsNorm, DetachedWeightNorm],
     "its gains is a tensor and neither a parameter nor a buffer": [TensorNorm],
     "its class cannot be subclassed (FinalNorm is final)": [FinalNorm],
+    "its class cannot be subclassed (Sealed is final)": [SealedNorm],
     "its parameters are empty, as sharding leaves them": [sharded],
 }
 
@@ -532,6 +542,25 @@ def test_left_and_why(reason: str) -> None:
         changed, left = convert(model)
         assert not changed and list(left) == ["0"] and type(model[0]) is kind
         assert left["0"].startswith(f"{kind.__name__}: ") and reason in left["0"]
+
+
+def test_modules_are_probed_with_parameters() -> None:
+    """A norm may ask what its weight is, and an attribute `inplace` of another module may be anything."""
+
+    class Asking(OwnNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.weight, torch.nn.Parameter)
+            return super().forward(x) if self.weight.requires_grad and self.weight.is_leaf else x
+
+    class Other(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inplace", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert list(convert(torch.nn.Sequential(Asking(), Other())).changed) == ["0"]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")

@@ -19,7 +19,7 @@ from extension_cpp.command import generate, generate_python, generate_shim, gene
 from extension_cpp.command.errors import CannotMake
 from tests import test_scaffold
 from tests.forked import python
-from tests.generated import Fit
+from tests.generated import Fit, too_many_values
 from tests.opspec import Sample, indices_below
 from tests.test_scaffold import contents, lint, run, run_python, with_objects
 
@@ -123,6 +123,8 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor x) -> (Tensor y, Tensor z)", "--shape", "y=z", "z=y"], "or results before it, but got 'z'"),
         (["f(Tensor x) -> (Tensor y, Tensor z)", "--shape", "z=[*y[1:]]"], "all sizes of the result, *y, but got some"),
         (["f(Tensor x) -> Tensor", "--shape", "out=[x[0]].y"], "but got '[x[0]].y'"),
+        (["f(Tensor x) -> Tensor", "--shape", "out=[,x[0]]"], "but got '' in '[,x[0]]'"),
+        (["f(Tensor x) -> Tensor", "--shape", "out=[x[0],,3]"], "but got '' in '[x[0],,3]'"),
         (["f(Tensor x, Tensor? m) -> Tensor", "--shape", "out=m"], "that are not optional, or results before it"),
         (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),
         (["f(Tensor x) -> Tensor", "--kind", "rows"], "expected --schema or --kind, but got both"),
@@ -558,3 +560,11 @@ def test_a_zero_of_an_unwritten_kernel_is_located(tmp_path: Path, monkeypatch: p
     for device in ("cuda", None):
         assert judge.unwritten("planted_op", device) == f"write the formula in {place}"
     assert judge.unwritten("planted_op", "cpu") == judge.unwritten("relu", None) == ""
+
+
+def test_too_many_values_of_a_list_with_an_empty_default():
+    def op(x, ks=()):
+        """Stands for an operator."""
+
+    (wrong,) = too_many_values(op, Sample((torch.ones(2), ())), {"ks": "at most 2 values"})
+    assert len(wrong.args[1]) == 3

@@ -198,6 +198,10 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
         before = contents(tmp_path)
         sentence = refused(capsys, "new-package", str(tmp_path / name), "--name", "my_kernels")
         assert "exists; nothing is overwritten" in sentence and contents(tmp_path) == before
+    before = contents(tmp_path)
+    sentence = refused(capsys, "new-package", str(tmp_path / "file" / "sub"), "--name", "my_kernels")
+    assert "File exists; everything is as it was" in sentence or "Not a directory" in sentence
+    assert contents(tmp_path) == before
     (tmp_path / "empty").mkdir()
     assert command.main(["new-package", str(tmp_path / "empty"), "--name", "my_kernels"]) == 0
     assert (tmp_path / "empty" / "my_kernels" / "ops.py").exists()

@@ -43,7 +43,9 @@ def parts(expression: str) -> list[Part]:
     if not expression.startswith("["):
         return [Part(expression)]
     words = words_of(expression) if expression.endswith("]") else [expression]
-    return [_part(word, expression) for word in words if word]
+    if words[-1] == "":  # of [] or [3,]
+        words.pop()
+    return [_part(word, expression) for word in words]
 
 
 def _part(word: str, expression: str) -> Part:

@@ -278,8 +278,10 @@ def write(plan: Plan) -> None:
     try:
         with on_signals(stop, signal.SIGTERM):
             for path, text in laid_out(plan.new).items():
-                made += [folder for folder in reversed(path.parents) if not (folder.exists() or folder.is_symlink())]
-                path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in reversed(path.parents):
+                    if not folder.is_dir():
+                        folder.mkdir()
+                        made.append(folder)
                 made.append(path)
                 path.write_text(text)
                 if text.startswith("#!"):

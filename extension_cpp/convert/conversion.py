@@ -314,11 +314,11 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
         base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
         does = "draws" if base == "Dropout" else "computes"
         raise Unfit(f"a subclass of torch.nn.{base}, and what it {does} cannot be compared")
-    if getattr(module, "inplace", False):
+    if isinstance(module, torch.nn.Dropout) and module.inplace:
         raise Unfit("it works in place, which the op could only copy")
     if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
         raise Unfit("its dim is None, so PyTorch chooses it by the input's number of dimensions")
-    if type(module) in REPLACEMENTS:
+    if type(module) in REPLACEMENTS and not getattr(module, "inplace", False):
         return REPLACEMENTS[type(module)]
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None

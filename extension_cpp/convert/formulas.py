@@ -87,11 +87,11 @@ class Generated(type):
 def generated_class(base: type, original: type, names: dict[str, Any]) -> type:
     """Makes a subclass of `base` and the original, with the original's names, which tools and models look for."""
     kind = type(original)
-    metaclass = Generated if kind is type else type(kind.__name__, (Generated, kind), {})
     kept = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
     try:
+        metaclass = Generated if kind is type else type(kind.__name__, (Generated, kind), {})
         return metaclass(original.__name__, (base, original), {**kept, "original": original, **names})
-    except Exception as error:  # raised by the original class's metaclass or __init_subclass__
+    except Exception as error:  # raised by the original class's metaclass, or a class of it, or __init_subclass__
         raise Unfit(f"its class cannot be subclassed ({error})") from error
 
 
@@ -105,7 +105,7 @@ class GeneratedModule(nn.NotScriptable):
         """Pickles and copies the module without its generated class, which loading makes again."""
         if not is_generated(type(self)):  # a subclass made elsewhere, with its own way to pickle
             return super().__reduce_ex__(protocol)
-        return blank, self.made_by, *super().__reduce_ex__(protocol)[2:]
+        return blank, type(self).made_by, *super().__reduce_ex__(protocol)[2:]
 
 
 def blank(make: Any, original: type, *arguments: Any) -> torch.nn.Module:
