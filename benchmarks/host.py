@@ -1,9 +1,8 @@
 """Times what a call of layer_norm costs the host in each software layer. For the small tensor the kernel hardly counts.
 
-With --op other ops are called in two ways: by their function, and by the same function with the operator under
-torch.library.register_autograd, whose backward runs an operator without a derivative, as in a user's own package. Each
-figure is the time of a batch of calls divided by their number. The host waits for a GPU only between batches. The ways
-take turns.
+With --op, the functions of other ops are called in two ways: with the package's own registration of the operator, and
+with torch.library.register_autograd. Each figure is the time of a batch of calls divided by their number. The host
+waits for a GPU only between batches. The ways take turns.
 """
 
 import contextlib

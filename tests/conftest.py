@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1 if os.environ.get("OMP_NUM_THREADS") == "1" else 2)
+    if config.getoption("--device") != "all" and not hasattr(config, "workerinput"):
+        _devices(config)  # raises one error for the whole run, and not one for each file
 
 
 def _devices(config: pytest.Config) -> list[str]:
@@ -68,7 +70,7 @@ def _devices(config: pytest.Config) -> list[str]:
     if asked == "all":
         return there
     if asked not in there:
-        raise pytest.UsageError(f"--device {asked}: this machine has no such device")
+        raise pytest.UsageError(f"--device {asked}: torch {torch.__version__} finds no GPU that it can use here")
     return [asked]
 
 

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import re
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -193,3 +195,11 @@ def test_a_release_lists_all_that_it_made(tmp_path: Path, monkeypatch: pytest.Mo
     wheel, sdist = (str(tmp_path / name) for name in made)
     by_wheel = [(name, f"torch=={torch}.*", wheel) for name, torch in zip(found.values(), torches, strict=True)]
     assert checked == [*by_wheel, ("newest", sdist)]
+
+
+def test_a_missing_gpu_is_one_error() -> None:
+    """pytest --device cuda without a GPU says so once, and not for each file of tests."""
+    command = [sys.executable, "-m", "pytest", "--device", "cuda", "tests/test_tools.py", "tests/test_mish.py"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=matrix.ROOT, env=hidden, capture_output=True, text=True, check=False)
+    assert run.returncode == 4 and (run.stdout + run.stderr).count("finds no GPU that it can use here") == 1

@@ -1,5 +1,5 @@
-// Fills the argument struct of a kernel that `new --schema` wrote. Of an optional argument that is
-// None, pointers stay NULL and counts 0.
+// Fills the argument struct of a kernel that `new --schema` wrote. If an optional argument is None,
+// its pointer stays NULL and its count 0.
 #ifndef EXTENSION_CPP_FIELDS_H
 #define EXTENSION_CPP_FIELDS_H
 
@@ -32,18 +32,18 @@ inline void set_output(const Tensor &x, void *&data, int64_t &numel) {
 }
 
 // Copies a list of numbers. Match::length has checked that it is no longer than the array.
-template <typename T, size_t most, typename... Count>
-void set_numbers(const std::vector<T> &values, T (&array)[most], Count &...count) {
+template <typename T, size_t size, typename... Count>
+void set_numbers(const std::vector<T> &values, T (&array)[size], Count &...count) {
   std::copy(values.begin(), values.end(), array);
   ((count = static_cast<int64_t>(values.size())), ...);
 }
 
-template <typename T, size_t most, typename... Count>
-void set_numbers(const std::optional<std::vector<T>> &values, T (&array)[most], Count &...count) {
+template <typename T, size_t size, typename... Count>
+void set_numbers(const std::optional<std::vector<T>> &values, T (&array)[size], Count &...count) {
   if (values) set_numbers(*values, array, count...);
 }
 
-// Return the sizes of the gradient of an optional tensor x. Without x it has no elements.
+// Returns the sizes of the gradient of an optional tensor x. Without x it has no elements.
 inline std::vector<int64_t> gradient_sizes(const std::optional<Tensor> &x) {
   return x ? sizes_of(x->sizes()) : std::vector<int64_t>{0};
 }
