@@ -44,10 +44,11 @@ static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t
   for (int64_t c = begin; c < last; c += BLOCK) {
     const int n = end - c >= BLOCK ? BLOCK : end > c ? (int)(end - c) : 0;
     ACC v[BLOCK];
-    for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? (ACC)args->value : 0;
-    if (args->source && args->weight_dtype == args->dtype) {
+    if (!args->source) {
+      for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? (ACC)args->value : 0;
+    } else if (args->weight_dtype == args->dtype) {
       LOAD(v, (const T *)args->source + c, n);
-    } else if (args->source) {
+    } else {
       float source[BLOCK];
       load_float32(source, (const float *)args->source + c, n);
       for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)source[NAME(column)(k)];
