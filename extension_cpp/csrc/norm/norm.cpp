@@ -3,6 +3,7 @@
 #include "norm/norm.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -47,8 +48,9 @@ static void check_inputs(Args &args, const char *op, const Tensor &x, Sizes norm
   }
   if (weight) args.weight_dtype = check_weight(op, "weight", *weight, x, normalized_shape);
   if (bias) {
-    args.weight_dtype = check_weight(op, "bias", *bias, x, normalized_shape);
-    if (weight) check_same(op, "bias", *bias, "weight", *weight);
+    const dtype_t dtype = check_weight(op, "bias", *bias, x, normalized_shape);
+    if (weight && dtype != args.weight_dtype) check_same(op, "bias", *bias, "weight", *weight);
+    args.weight_dtype = dtype;
   }
   args.rows = args.cols = 1;
   for (size_t d = 0; d < x_dims; ++d) (d < x_dims - dims ? args.rows : args.cols) *= sizes[d];
@@ -74,34 +76,37 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
 
 // ---- memory ----
 
-static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
-
 // A weight or bias in the type and layout that the kernels read.
-struct Parameter {
+class Parameter {
+ public:
+  // On the CPU, `value` stands in for a tensor that is None.
+  template <typename Args>
+  Parameter(const Optional &weight, double value, const Args &args, const Tensor &x) {
+    if (weight) tensor.emplace(as_contiguous(*weight));
+    pointer = tensor ? tensor->const_data_ptr() : nullptr;
+    if (x.is_cuda()) return;
+    const auto doubles = static_cast<size_t>(norm_wide_cols(args.cols));
+    void *to = on_stack.data();
+    if (doubles > on_stack.size()) {
+      on_heap.reset(std::aligned_alloc(64, static_cast<size_t>(ceil_div(8 * doubles, 64)) * 64));
+      if (!on_heap) throw std::bad_alloc();
+      to = on_heap.get();
+    }
+    norm_widen_args widen{pointer, to, value, args.cols, args.dtype, args.weight_dtype};
+    norm_widen_cpu(0, args.cols, &widen);
+    pointer = to;
+  }
+
+  [[nodiscard]] const void *data() const { return pointer; }
+
+ private:
   Optional tensor;  // the contiguous tensor, if the caller gave one
-  // On the CPU, the output of norm_widen_cpu. Allocating a tensor for it would take ten times as
-  // long.
-  std::unique_ptr<void, decltype(&std::free)> wide{nullptr, &std::free};
-
-  [[nodiscard]] const void *data() const { return wide ? wide.get() : pointer(tensor); }
+  // On the CPU, the output of norm_widen_cpu. Up to 1024 columns it is on the stack, because beside
+  // a small norm malloc would count. A tensor would take ten times as long as malloc.
+  alignas(64) std::array<double, NORM_BLOCK * 33> on_stack;
+  std::unique_ptr<void, decltype(&std::free)> on_heap{nullptr, &std::free};
+  const void *pointer;
 };
-
-// Converts weight or bias for the kernels. On the CPU, `value` stands in for a tensor that is None.
-template <typename Args>
-static Parameter parameter_for_kernel(const Optional &weight, double value, const Args &args,
-                                      const Tensor &x) {
-  Parameter parameter;
-  if (weight) parameter.tensor.emplace(as_contiguous(*weight));
-  if (x.is_cuda()) return parameter;
-  const size_t bytes = static_cast<size_t>(norm_wide_cols(args.cols)) * sizeof(double);
-  parameter.wide.reset(std::aligned_alloc(64, static_cast<size_t>(ceil_div(bytes, 64)) * 64));
-  if (!parameter.wide) throw std::bad_alloc();
-  norm_widen_args widen{
-      pointer(parameter.tensor), parameter.wide.get(), value, args.cols, args.dtype,
-      args.weight_dtype};
-  norm_widen_cpu(0, args.cols, &widen);
-  return parameter;
-}
 
 // Allocates a tensor of these sizes if it is needed, and a tensor without elements otherwise.
 static Tensor allocate_if(bool needed, Sizes sizes, dtype_t dtype, const Tensor &like) {
@@ -143,11 +148,12 @@ static Outputs norm_forward(const char *op, bool with_statistics, const Tensor &
   const auto dims = static_cast<int64_t>(normalized_shape.size());
   const Rows x_rows = as_rows(x, dims),
              residual_rows = residual ? as_rows(*residual, dims) : x_rows;
-  const Parameter kernel_weight = parameter_for_kernel(weight, 1, args, x);
-  const Parameter kernel_bias = bias ? parameter_for_kernel(*bias, 0, args, x) : Parameter{};
+  const Parameter kernel_weight(weight, 1, args, x);
+  std::optional<Parameter> kernel_bias;
+  if (bias) kernel_bias.emplace(*bias, 0, args, x);
   args.x = x_rows.tensor.const_data_ptr();
   args.weight = kernel_weight.data();
-  args.bias = kernel_bias.data();
+  args.bias = kernel_bias ? kernel_bias->data() : nullptr;
   args.y = out.y.mutable_data_ptr();
   args.mean = out.mean ? out.mean->mutable_data_ptr() : nullptr;
   args.rstd = out.rstd ? out.rstd->mutable_data_ptr() : nullptr;
@@ -204,7 +210,7 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
   const bool adds_grad_sum = grad_sum && *grad_sum && needs_x;
   const Rows x_rows = as_rows(x, dims), grad_out_rows = as_rows(grad_out, dims);
   const Rows grad_sum_rows = adds_grad_sum ? as_rows(**grad_sum, dims) : x_rows;
-  const Parameter kernel_weight = parameter_for_kernel(weight, 1, args, x);
+  const Parameter kernel_weight(weight, 1, args, x);
   args.grad_out = grad_out_rows.tensor.const_data_ptr();
   args.x = x_rows.tensor.const_data_ptr();
   args.mean = mean ? mean->const_data_ptr() : nullptr;

@@ -1,6 +1,7 @@
 #include "common/shim/op.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <sstream>
 #include <stdexcept>
@@ -77,11 +78,18 @@ dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const cha
   }
 }
 
+// Returns the type and the index of x's device.
+static std::array<int32_t, 2> device_of(const Tensor &x) {
+  std::array<int32_t, 2> device{};
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device[0]));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device[1]));
+  return device;
+}
+
 void check_device(const char *op, const char *name, const Tensor &x, const char *like_name,
                   const Tensor &like) {
   check_memory(op, name, x);
-  if (x.is_cuda() != like.is_cuda() || x.is_cpu() != like.is_cpu() ||
-      x.get_device_index() != like.get_device_index()) {
+  if (device_of(x) != device_of(like)) {
     fail(op, "expected " + std::string(name) + " on " + device_string(like) + " like " + like_name +
                  ", but got " + device_string(x));
   }
