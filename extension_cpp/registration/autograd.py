@@ -25,7 +25,7 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
-from .calls import DIRECT, by_position, defaults_of, overload_of, overloads_of
+from .calls import DIRECT, defaults_of, overload_of, overloads_of, untraced
 from .lists import FunctionOfLists, is_list, list_places, one_by_one
 
 
@@ -316,8 +316,7 @@ def _direct_function(op: Any, backward: Callable[..., Gradients], setup_context:
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_only = [*defaults_of(op)[1]]
     overloads = overloads_of(op._schema.name)
-    # Without keyword-only arguments _op, which is what a call of the overload calls in turn.
-    below_autograd = by_position(overloads[0]) if keyword_only else overloads[0]._op
+    below_autograd = untraced(overloads[0])
     count = len(overloads[-1]._schema.returns)
     setup = _setup_by_position(setup_context, len(names), keyword_only) if keyword_only else setup_context
     beyond = len(op._schema.returns) - count

@@ -88,6 +88,12 @@ def by_position(op: Any) -> Callable[..., Any]:
     return lambda *args: op(*args[:count], **dict(zip(names, args[count:], strict=False)))
 
 
+def untraced(op: Any) -> Callable[..., Any]:
+    """Returns by_position(op) or, without keyword-only arguments, the C++ function that a call of the operator calls.
+    torch.compile cannot trace it."""
+    return by_position(op) if defaults_of(op)[1] else op._op
+
+
 def without_suffix(name: str) -> str:
     """Returns the operator's name, given its own name or that of its overload without an Autograd kernel."""
     return name.removesuffix(NO_GRAD).removesuffix(ALL_RESULTS)
@@ -152,8 +158,6 @@ CASTING: set[str] = set()  # the operators that have an autocast rule
 
 def _requires_grad(name: str, args: tuple[Any, ...]) -> bool | None:
     """Returns whether autograd must record the call, or None if a mode, a transform or a graph may have to see it."""
-    if is_dynamo_compiling():  # comes first, because torch.compile cannot trace the code below
-        return None if is_grad_enabled() or torch.compiler._is_exporting_flag else False
     if forward_ad._current_level >= 0:
         return None
     if not is_grad_enabled():
@@ -185,17 +189,21 @@ def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
     most, count = len(defaults), len(no_grad._schema.returns)
     all_results = count == len(op._schema.returns)
     lists = list_places(op)
-    call_op, call_no_grad = by_position(op), by_position(no_grad)
+    call_op, call_no_grad, untraced_no_grad = by_position(op), by_position(no_grad), untraced(no_grad)
 
     def call(*args: Any) -> Any:
         try:
-            requires_grad = _requires_grad(name, one_by_one(args, lists) if lists else args)
-            if requires_grad is False:
-                return call_no_grad(*args)
-            if requires_grad and name in DIRECT:
-                if len(args) < most:
-                    args = (*args, *defaults[len(args) :])
-                return DIRECT[name](*args)
+            if is_dynamo_compiling():  # comes first, because torch.compile cannot trace the code below
+                if not (is_grad_enabled() or torch.compiler._is_exporting_flag):
+                    return call_no_grad(*args)
+            else:
+                requires_grad = _requires_grad(name, one_by_one(args, lists) if lists else args)
+                if requires_grad is False:
+                    return untraced_no_grad(*args)
+                if requires_grad and name in DIRECT:
+                    if len(args) < most:
+                        args = (*args, *defaults[len(args) :])
+                    return DIRECT[name](*args)
             results = call_op(*args)
         except Exception:
             checks.check_tensors(op._schema, args)
