@@ -224,7 +224,7 @@ def _in_order(
 
     def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         gradients: Any = backward(ctx, *grads, *no_grads)
-        if type(gradients) is not dict or not gradients.keys() <= known:
+        if type(gradients) is not dict or not known.issuperset(gradients):
             raise TypeError(
                 f"{op._schema.name}: expected its backward to return a dictionary of gradients with keys among "
                 f"{names}, but got {gradients if type(gradients) is not dict else list(gradients)}"

@@ -19,16 +19,16 @@ functions, and this module imports PyTorch's functions by name: looking them up 
 modules' large dictionaries.
 """
 
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import DispatchKey, DispatchKeySet, Tensor, is_grad_enabled
+from torch import DispatchKey, Tensor, is_grad_enabled
 from torch._C import (
     _are_functorch_transforms_active,
-    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _is_any_autocast_enabled,
     _is_tracing,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
@@ -134,21 +134,7 @@ def call(name: str, *args: Any, **keywords: Any) -> Any:
         raise
 
 
-def _excluded_in_new_thread() -> int:
-    """Returns the dispatch keys that a new thread excludes, as bits. No mode is on there, so that they are autocast's
-    keys."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(_dispatch_tls_local_exclude_set().raw_repr()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-_excluded = _excluded_in_new_thread()
-_EXCLUDED = frozenset((_excluded,))
-_AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)]
-# The keys, as bits, that a thread excludes if autocast is off for CPU and CUDA, for one of them, or for neither.
-_EXCLUDED_WITH_AUTOCAST = frozenset(_excluded & ~cpu & ~cuda for cpu in (0, _AUTOCAST[0]) for cuda in (0, _AUTOCAST[1]))
+_AUTOGRAD = DispatchKey.AutogradFunctionality
 _PLAIN = frozenset((int, float, bool, type(None), list, tuple, torch.Size, Tensor, Parameter))
 
 # Maps an operator to the apply of its autograd.Function that needs no dispatcher. autograd.py fills it.
@@ -160,27 +146,21 @@ def _requires_grad(name: str, args: tuple[Any, ...]) -> bool | None:
     """Returns whether autograd must record the call, or None if a mode, a transform or a graph may have to see it."""
     if forward_ad._current_level >= 0:
         return None
+    is_plain = _PLAIN.issuperset(map(type, args)) and _len_torch_dispatch_stack() == 0 and not _is_tracing()
     if not is_grad_enabled():
-        if _PLAIN.issuperset(map(type, args)) and _len_torch_dispatch_stack() == 0 and not _is_tracing():
-            return False
-        return None if is_recorded() else False
-    requires_grad = False
-    for x in args:
-        kind = type(x)
-        if kind is Tensor or kind is Parameter:
-            requires_grad = requires_grad or x.requires_grad
-        elif kind not in _PLAIN:
-            return None
-    excluded = _EXCLUDED if name in CASTING else _EXCLUDED_WITH_AUTOCAST
+        return False if is_plain or not is_recorded() else None
     if (
-        _len_torch_function_stack() > 0
-        or _len_torch_dispatch_stack() > 0
+        not is_plain
+        or _len_torch_function_stack() > 0
         or _are_functorch_transforms_active()
-        or _is_tracing()
-        or _dispatch_tls_local_exclude_set().raw_repr() not in excluded  # autocast, inference mode, below autograd
+        or _dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)  # in a kernel below autograd
+        or (name in CASTING and _is_any_autocast_enabled())
     ):
         return None
-    return requires_grad
+    for x in args:  # noqa: SIM110  # a generator takes longer
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
 
 
 def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
