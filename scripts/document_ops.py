@@ -88,7 +88,6 @@ def described(name: str, function: Callable[..., Any]) -> str:
 
 
 def page() -> str:
-    """Returns the text of docs/ops.md."""
     functions = {name: getattr(ops, name) for name in ops.__all__}
     schemas = schemas_of(ops.__all__)
     modules = {name: x for name, x in vars(extension_cpp.modules).items() if name in extension_cpp.nn.__all__}
@@ -133,10 +132,8 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
     parameters = []
     required = max((i for i, x in enumerate(schema.arguments) if not x.has_default_value()), default=-1)
     for place, argument in enumerate(schema.arguments):  # all by position, the keyword-only ones, too
-        optional = re.fullmatch(r"Optional\[(.*)\]", str(argument.type))
-        kind = (optional[1] if optional else str(argument.type)).replace("List", "Sequence")
-        default = " = ..." if place > required else ""
-        parameters.append(f"{argument.name}: {kind}{' | None' if optional else ''}{default}")
+        kind = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", str(argument.type)).replace("List", "Sequence")
+        parameters.append(f"{argument.name}: {kind}{' = ...' if place > required else ''}")
     parameters.append("/")
     results = ", ".join(str(result.type).replace("List", "list") for result in schema.returns)
     joined = ", ".join(parameters)
