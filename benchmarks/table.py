@@ -70,7 +70,8 @@ def are_older(rows: Sequence[results.Row], device: str) -> list[bool]:
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    return lines + [f"| {' | '.join(cells)} |" for cells in body]
+    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in body)
+    return lines + [f"| {' | '.join(cells)} |" for cells in escaped]
 
 
 def median(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:

@@ -17,6 +17,7 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
+from benchmarks import table
 from benchmarks.published import TABLES
 from extension_cpp import ops
 from extension_cpp.command import info
@@ -54,10 +55,6 @@ def gradients(name: str, function: Callable[..., Any]) -> str:
     return markdown("none" if match[1] != "D" else match[2] or "yes")
 
 
-def row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def schemas_of(names: list[str]) -> dict[str, list[str]]:
     """Returns the schemas of each operator by its name. Those of mish are mish, mish_backward, mish_double_backward."""
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -91,20 +88,18 @@ def page() -> str:
     functions = {name: getattr(ops, name) for name in ops.__all__}
     schemas = schemas_of(ops.__all__)
     modules = {name: x for name, x in vars(extension_cpp.modules).items() if name in extension_cpp.nn.__all__}
-    table = ["| function | meaning | differentiable |", "|---|---|---|"]
-    for name, function in functions.items():
-        table.append(row(f"[`{call(name, function)}`](#{name})", summary(function), gradients(name, function)))
-    of_modules = ["| module | meaning |", "|---|---|"]
-    of_modules += [row(f"`{call(name, x)}`", summary(x)) for name, x in modules.items() if isinstance(x, type)]
+    rows = [[f"[`{call(name, x)}`](#{name})", summary(x), gradients(name, x)] for name, x in functions.items()]
+    of_modules = [[f"`{call(name, x)}`", summary(x)] for name, x in modules.items() if isinstance(x, type)]
     parts = [
         "# Operators",
         "Written by `make docs` from the docstrings in `extension_cpp/functional/` and the schemas; edit those.",
         markdown((ops.__doc__ or "").split("\n\n", 2)[2].strip()),
-        "\n".join(table),
+        "\n".join(table.markdown(["function", "meaning", "differentiable"], rows)),
     ]
     for name, function in functions.items():
         parts += [described(name, function), "\n".join(["```text", *schemas[name], "```"])]
-    parts += ["## Modules", "In `extension_cpp.nn`, with the names and habits of torch.nn.", "\n".join(of_modules)]
+    parts += ["## Modules", "In `extension_cpp.nn`, with the names and habits of torch.nn."]
+    parts.append("\n".join(table.markdown(["module", "meaning"], of_modules)))
     parts += [described("convert", extension_cpp.nn.convert), described("revert", extension_cpp.nn.revert)]
     return "\n\n".join(parts) + "\n"
 
