@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks import norm_plans, peers, results
 from benchmarks.judging import Judge
 from benchmarks.table import figures, heading
-from benchmarks.timing import BenchmarkParser, judged_seconds, seconds_of, take_turns
+from benchmarks.timing import BenchmarkParser, Call, judged_seconds, seconds_of, take_turns
 from extension_cpp.__main__ import positive
 from extension_cpp.command import info
 from extension_cpp.command.demo_table import keep_memory
@@ -192,10 +192,8 @@ def without_masks(sample: Sample) -> Sample:
     return Sample((*others, 0.0, None), sample.kwargs)
 
 
-def prepare(
-    case: Case, options: argparse.Namespace, libraries: list[str]
-) -> tuple[dict[str, Callable[[], object]], Judge, dict[str, str]]:
-    """Returns the calls to time, with the copy first, their judge, and the errors of the contenders that are left out.
+def prepare(case: Case, options: argparse.Namespace, libraries: list[str]) -> tuple[dict[str, Call], Judge]:
+    """Returns the calls to time, with the copy first, and their judge, which has the errors of contenders left out.
 
     Contenders that draw their own masks cannot be judged in the calls that are timed. They are judged without dropout.
     """
@@ -210,27 +208,26 @@ def prepare(
     dtype = case.types[0]
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
     target = torch.empty_like(source)
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-    failed: dict[str, str] = {}
+    calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
     shapes = norm_plans.contenders(case) if options.plans else {}
     for name, function in contenders(case, options, libraries).items():
         try:
             if own_masks and name != "ours":
                 unmasked.judge(name, call_of(case, unmasked, name, function)())
                 judge.skipped.add(name)
-                if name in unmasked.wrong:
-                    failed[name] = unmasked.wrong[name]
+                judge.wrong |= unmasked.wrong
+                if name in judge.wrong:
                     continue
             call = call_of(case, judge, name, function)
             call = norm_plans.allowed(shapes[name])(call) if name in shapes else call
             call()
             calls[name] = call
         except Exception as error:  # an error in a library's code is the result of its row, and does not end the run
-            failed[name] = f"{type(error).__name__}: {error}"[:300]
-    return calls, judge, failed
+            judge.wrong[name] = f"{type(error).__name__}: {error}"[:300]
+    return calls, judge
 
 
-def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Call:
     if case.backward:
         return judge.backward(name, function)
     args, kwargs = judge.sample.args, judge.sample.kwargs
@@ -243,7 +240,7 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
 
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
-    calls, judge, failed = prepare(case, options, libraries)
+    calls, judge = prepare(case, options, libraries)
     spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
     slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
     times = take_turns(calls, options.device, options.rounds, judge=judge)
@@ -251,25 +248,24 @@ def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> re
         times[name] = dict.fromkeys(("median", "low", "high"), judged_seconds(name, call, options.device, judge))
     times = {name: time for name, time in times.items() if name not in judge.wrong}
     calls = {name: call for name, call in calls.items() if name not in judge.wrong}
-    failed |= judge.wrong
     bandwidth, floor = case.copied_bytes() / times["copy"]["median"], case.floor_bytes()
     percents = {name: 100 * floor / time["median"] / bandwidth for name, time in times.items() if name != "copy"}
     row = case.head() | {"copy_gb_s": 1e-9 * bandwidth, "percent_of_copy": percents, "floor_bytes": floor}
     row["seconds"] = times
-    if failed:
-        row["failed"] = failed
+    if judge.wrong:
+        row["failed"] = judge.wrong
     if options.device == "cuda":
         row["kernel_seconds"] = kernel_seconds(calls, options.rounds)
         row["call_seconds"] = take_turns(calls, "cuda", options.rounds, ahead=False)
     return row
 
 
-def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+def kernel_seconds(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
     """Returns times of the kernels alone, replayed as a CUDA graph. Contenders that cannot be captured are left out.
 
     The current stream must not be the default one. For a backward, the forward must have run on the same stream.
     """
-    graphs: dict[str, Callable[[], object]] = {}
+    graphs: dict[str, Call] = {}
     for name, call in calls.items():
         with contextlib.suppress(RuntimeError):
             graph = torch.cuda.CUDAGraph()

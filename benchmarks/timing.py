@@ -12,6 +12,7 @@ from benchmarks import results
 from extension_cpp.__main__ import Parser, positive
 from extension_cpp.command.once import once_cpu, once_cuda
 
+Call = Callable[[], Any]
 Time = dict[str, float]  # seconds of one call: the median, and low and high, the 10th and the 90th percentile
 
 
@@ -25,11 +26,11 @@ class Judge(Protocol):
         """Records what is wrong with the result of the call of this name."""
 
 
-def seconds_of(call: Callable[[], object], device: str, ahead: bool = True) -> float:
+def seconds_of(call: Call, device: str, ahead: bool = True) -> float:
     return once_cuda(call, ahead) if device == "cuda" else once_cpu(call)
 
 
-def judged_seconds(name: str, call: Callable[[], object], device: str, judge: Judge, ahead: bool = True) -> float:
+def judged_seconds(name: str, call: Call, device: str, judge: Judge, ahead: bool = True) -> float:
     """Returns the seconds of a call, whose result is judged."""
     judge.renew()
     results: list[object] = []
@@ -39,7 +40,7 @@ def judged_seconds(name: str, call: Callable[[], object], device: str, judge: Ju
 
 
 def take_turns(
-    calls: dict[str, Callable[[], object]],
+    calls: dict[str, Call],
     device: str,
     rounds: int,
     ready: Callable[[str], object] = lambda name: None,
