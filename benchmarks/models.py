@@ -85,7 +85,6 @@ OF_HOST = {name: narrow(shape, 1, 8) for name, shape in SHAPES.items()}  # with 
 
 WAYS = ("stock", "converted", "linear loss", "liger")
 MODES = ("", " compiled", " compiled, no mask")
-COLUMNS = ("model", "way", "seconds")
 KEY_BIAS = (".key.bias", ".k_proj.bias")
 CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
@@ -289,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=SEED,
         optimizer="AdamW, fused",
     )
-    found = results.continued(options.path, about, COLUMNS, options.is_new)
+    found = results.continued(options.path, about, table.KINDS["models-"][0], options.is_new)
     origin_of = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]

@@ -93,8 +93,7 @@ def widths(rows: list[results.Row], title: str) -> Figure | None:
 def legend(figure: Figure) -> None:
     found: dict[str, Any] = {}
     for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        for handle, label in zip(handles, labels, strict=True):
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=len(found), fontsize=9)
 
