@@ -170,25 +170,21 @@ def find_nvcc() -> list[str] | None:
     use_cuda = switch("USE_CUDA")
     if use_cuda == "0":
         return None
-    candidates = [["nvcc"], ["/usr/local/cuda/bin/nvcc"]]
-    home = next((variable for variable in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(variable)), None)
-    if home:
+    candidates, fault = [["nvcc"], ["/usr/local/cuda/bin/nvcc"]], ""
+    if use_cuda == "1":
+        fault = "USE_CUDA=1, but nvcc was not found; install the CUDA toolkit or set CUDA_HOME."
+    if home := next((variable for variable in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(variable)), None):
         candidates = [[os.path.abspath(f"{os.environ[home]}/bin/nvcc")]]
-    if asked := command_in("NVCC"):
-        candidates = [asked]
-    for candidate in candidates:
-        if shutil.which(candidate[0]):
-            return None if is_for_no_gpu() else candidate
-    if asked:
-        raise BuildError(f"NVCC is set to '{os.environ['NVCC']}', which was not found.")
-    if home:
-        raise BuildError(
+        fault = (
             f"{home} is set to '{os.environ[home]}', which has no bin/nvcc; set it to a CUDA toolkit or unset it "
             "(USE_CUDA=0 builds for the CPU only)."
         )
-    if use_cuda == "1":
-        raise BuildError("USE_CUDA=1, but nvcc was not found; install the CUDA toolkit or set CUDA_HOME.")
-    return None
+    if asked := command_in("NVCC"):
+        candidates, fault = [asked], f"NVCC is set to '{os.environ['NVCC']}', which was not found."
+    found = next((candidate for candidate in candidates if shutil.which(candidate[0])), None)
+    if found is None and fault:
+        raise BuildError(fault)
+    return None if found is None or is_for_no_gpu() else found
 
 
 def asked_architectures() -> str:

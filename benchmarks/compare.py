@@ -1,42 +1,30 @@
 """Prints which calls are faster or slower in one results file than in another, by more than the spread of both."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks import results
+from benchmarks.timing import Time
 from extension_cpp.__main__ import Parser
 
 
-@dataclass(frozen=True)
-class Change:
-    row: results.Row
-    name: str
-    before: dict[str, float]
-    after: dict[str, float]
-
-    @property
-    def ratio(self) -> float:
-        return self.after["median"] / self.before["median"]
-
-    @property
-    def beyond(self) -> bool:
-        """Returns whether the times before and after have ranges, from 10 % to 90 %, that do not overlap."""
-        return self.after["low"] > self.before["high"] or self.after["high"] < self.before["low"]
+def is_beyond(before: Time, after: Time) -> bool:
+    """Returns whether the ranges of two times, from 10 % to 90 %, do not overlap."""
+    return after["low"] > before["high"] or after["high"] < before["low"]
 
 
-def changes(before: dict, after: dict) -> Iterator[Change]:
-    """Yields the changes of everything that both files have timed, including the copy."""
+def changes(before: dict, after: dict) -> Iterator[tuple[results.Row, str, Time, Time]]:
+    """Yields row, name and both times of everything that both files have timed, including the copy."""
     rows = {results.key(row): row for row in before["rows"]}
     for row in after["rows"]:
         old = rows.get(results.key(row), {})
         for kind in ("seconds", *(other for other, _ in results.OTHERS)):
             for name, time in row.get(kind, {}).items():
                 if name in old.get(kind, {}):
-                    yield Change(row, name if kind == "seconds" else f"{name}, {kind}", old[kind][name], time)
+                    yield row, name if kind == "seconds" else f"{name}, {kind}", old[kind][name], time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,21 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         console.print("The two files have no measurement in common.")
         return 0
-    table = Table()
-    table.add_column("what", overflow="fold")  # this column may wrap, so that the figures fit
-    for heading in ("before us", "after us", "change"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    beyond = sorted((change for change in found if change.beyond), key=lambda change: -change.ratio)
-    for change in beyond:
-        row = change.row
-        times = [f"{seconds['median'] * 1e6:.4g}" for seconds in (change.before, change.after)]
-        what = f"{row['op']} {row['pass']}, {row['dtype']}, {row['rows']} x {row['cols']}: {change.name}"
-        table.add_row(what, *times, f"{100 * change.ratio - 100:+.1f} %")
-    if beyond:
+    numbers = (Column(heading, justify="right", no_wrap=True) for heading in ("before us", "after us", "change"))
+    table = Table(Column("what", overflow="fold"), *numbers)  # the first column may wrap, so that the figures fit
+    ratios = [
+        (new["median"] / old["median"], row, name, (old, new)) for row, name, old, new in found if is_beyond(old, new)
+    ]
+    for ratio, row, name, times in sorted(ratios, key=lambda each: -each[0]):
+        what = f"{row['op']} {row['pass']}, {row['dtype']}, {row['rows']} x {row['cols']}: {name}"
+        table.add_row(what, *(f"{time['median'] * 1e6:.4g}" for time in times), f"{100 * ratio - 100:+.1f} %")
+    if ratios:
         console.print(table)
-    slower = sum(change.ratio > 1 for change in beyond)
+    slower = sum(ratio > 1 for ratio, *_ in ratios)
     console.print(
-        f"Of {len(found)} times {slower} are slower, {len(beyond) - slower} faster, "
-        f"and {len(found) - len(beyond)} within the spread."
+        f"Of {len(found)} times {slower} are slower, {len(ratios) - slower} faster, "
+        f"and {len(found) - len(ratios)} within the spread."
     )
     return 0

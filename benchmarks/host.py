@@ -17,8 +17,9 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 
 import extension_cpp
 from benchmarks import results, table
-from benchmarks.table import WAYS, finish
-from benchmarks.timing import BenchmarkParser, take_turns
+from benchmarks.results import Row
+from benchmarks.table import finish
+from benchmarks.timing import BenchmarkParser, Call, take_turns
 from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls, entries
 from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
@@ -70,14 +71,9 @@ def registered_plainly(op: str) -> Iterator[None]:
     """
     names = [name for name in (op, f"{op}_backward") if name in formulas()]
     operator, no_grad = (calls.overload_of(autograd.qualified(op + end)) for end in ("", calls.NO_GRAD))
-    count, results = len(no_grad._schema.returns), len(operator._schema.returns)
-
-    call_operator = calls.by_position(operator)
-
-    def call(*args: Any) -> Any:
-        found = call_operator(*args)
-        return found if count == results else found[0] if count == 1 else found[:count]
-
+    call, count = calls.by_position(operator), len(no_grad._schema.returns)
+    if count < len(operator._schema.returns):
+        call = autograd.leading(call, count)
     library = torch.library.Library(calls.NAMESPACE, "FRAGMENT")
     try:
         for name in names:
@@ -95,70 +91,59 @@ def registered_plainly(op: str) -> Iterator[None]:
             autograd.register_autograd(name, **formulas()[name])
 
 
-class Calls:
-    """Makes functions that call layer_norm in one of the ways in WAYS, forward alone or with the backward."""
+def layer_norms(device: str) -> tuple[dict[str, Call], dict[str, Call]]:
+    """Returns the calls of layer_norm by their WAYS: forward alone, and forward with backward."""
+    x, grad_out = (torch.randn(ROWS, COLS, device=device) for _ in range(2))
+    weight, bias = torch.ones(COLS, device=device), torch.zeros(COLS, device=device)
+    inputs = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    shape, no_rows, native = (COLS,), x[:0], torch.ops.aten.native_layer_norm.default
+    operator = torch.ops.extension_cpp.layer_norm.default
+    backward = torch.ops.extension_cpp.layer_norm_backward.default
+    keys = DispatchKeySet(getattr(DispatchKey, device.upper()))
 
-    def __init__(self, device: str) -> None:
-        self.x, self.grad_out = (torch.randn(ROWS, COLS, device=device) for _ in range(2))
-        self.weight, self.bias = torch.ones(COLS, device=device), torch.zeros(COLS, device=device)
-        self.leaves = [tensor.requires_grad_() for tensor in (self.x, self.weight, self.bias)]
-        self.operator = torch.ops.extension_cpp.layer_norm.default
-        self.backward = torch.ops.extension_cpp.layer_norm_backward.default
-        self.keys = DispatchKeySet(getattr(DispatchKey, device.upper()))
-        self.by_hand = self._function_by_hand()
+    class ByHand(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            y, mean, rstd = operator.redispatch(keys, x, (COLS,), weight, bias, EPS)
+            ctx.save_for_backward(x, weight, bias, mean, rstd)
+            return y
 
-    def _function_by_hand(self) -> Callable[..., Tensor]:
-        operator, backward, keys = self.operator, self.backward, self.keys
-
-        class ByHand(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-                y, mean, rstd = operator.redispatch(keys, x, (COLS,), weight, bias, EPS)
-                ctx.save_for_backward(x, weight, bias, mean, rstd)
-                return y
-
-            @staticmethod
-            def backward(ctx: Any, grad_out: Tensor) -> Any:
-                x, weight, bias, mean, rstd = ctx.saved_tensors
-                return backward.redispatch(keys, grad_out, x, (COLS,), mean, rstd, weight, bias, True, True, True)
-
-        return ByHand.apply
-
-    def forward(self, way: str) -> Callable[[], Any]:
-        x, weight, bias, shape, no_rows = self.x, self.weight, self.bias, (COLS,), self.x[:0]
-        operator, keys, by_hand = self.operator, self.keys, self.by_hand
-        native = torch.ops.aten.native_layer_norm.default
-        return {
-            "native": lambda: torch.nn.functional.layer_norm(x, shape, weight, bias, EPS),
-            "native operator": lambda: native(x, shape, weight, bias, EPS)[0],
-            "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
-            "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
-            PLAIN: lambda: operator(x, shape, weight, bias, EPS)[0],
-            "by hand": lambda: by_hand(x, weight, bias),
-            "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
-            "shim": lambda: operator.redispatch(keys, no_rows, shape, weight, bias, EPS),
-        }[way]
-
-    def forward_and_backward(self, way: str) -> Callable[[], Any]:
-        forward, leaves, grad_out = self.forward(way), self.leaves, self.grad_out
-        if way != "kernel":
-            return lambda: torch.autograd.grad(forward(), leaves, grad_out)
-        backward, keys, (x, weight, bias) = self.backward, self.keys, leaves
-
-        def kernels() -> Any:
-            _, mean, rstd = forward()
+        @staticmethod
+        def backward(ctx: Any, grad_out: Tensor) -> Any:
+            x, weight, bias, mean, rstd = ctx.saved_tensors
             return backward.redispatch(keys, grad_out, x, (COLS,), mean, rstd, weight, bias, True, True, True)
 
-        return kernels
+    by_hand = ByHand.apply
+    forward: dict[str, Call] = {
+        "native": lambda: torch.nn.functional.layer_norm(x, shape, weight, bias, EPS),
+        "native operator": lambda: native(x, shape, weight, bias, EPS)[0],
+        "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
+        "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
+        PLAIN: lambda: operator(x, shape, weight, bias, EPS)[0],
+        "by hand": lambda: by_hand(x, weight, bias),
+        "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
+        "shim": lambda: operator.redispatch(keys, no_rows, shape, weight, bias, EPS),
+    }
+
+    def with_backward(call: Call) -> Call:
+        return lambda: torch.autograd.grad(call(), inputs, grad_out)
+
+    kernel = forward["kernel"]
+
+    def kernels() -> Any:
+        _, mean, rstd = kernel()
+        return backward.redispatch(keys, grad_out, x, (COLS,), mean, rstd, weight, bias, True, True, True)
+
+    return forward, {way: with_backward(call) for way, call in forward.items()} | {"kernel": kernels}
 
 
 def take_batches(
-    op: str, calls: dict[str, Callable[[], Any]], device: str, rounds: int, mode: Callable[[], Any]
-) -> Iterator[dict[str, Any]]:
-    """Yields the way and the seconds of each call, in batches that take turns. PLAIN has the plain registration."""
+    op: str, head: Row, calls: dict[str, Call], device: str, rounds: int, mode: Callable[[], Any]
+) -> list[Row]:
+    """Returns a row for each call, timed in batches that take turns. PLAIN has the plain registration of the op."""
     plain = contextlib.ExitStack()
 
-    def batch(call: Callable[[], Any], count: int) -> None:
+    def batch(call: Call, count: int) -> None:
         with mode():
             for _ in range(count):
                 call()
@@ -173,22 +158,19 @@ def take_batches(
         if device == "cuda":
             torch.cuda.synchronize()
 
-    batches: dict[str, Callable[[], object]] = {
-        way: functools.partial(batch, call, CALLS) for way, call in calls.items()
-    }
+    batches: dict[str, Call] = {way: functools.partial(batch, call, CALLS) for way, call in calls.items()}
     with plain:
         times = take_turns(batches, "cpu", rounds, ready)  # the host is timed, even if the tensors are on a GPU
-    for way, time in times.items():
-        yield {"way": way, "seconds": {figure: value / CALLS for figure, value in time.items()}}
+    spent = {way: {figure: value / CALLS for figure, value in time.items()} for way, time in times.items()}
+    return [head | {"way": way, "seconds": seconds} for way, seconds in spent.items()]
 
 
-def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
-    one_call = Calls(device)
+def measure(device: str, rounds: int) -> Iterator[Row]:
+    forward, both = layer_norms(device)
     for name, (mode, left_out) in PASSES.items():
-        make = one_call.forward_and_backward if name == "forward and backward" else one_call.forward
-        calls = {way: make(way) for way in WAYS if way not in left_out}
-        for row in take_batches("layer_norm", calls, device, rounds, mode):
-            yield {"pass": name} | row
+        calls = both if name == "forward and backward" else forward
+        calls = {way: call for way, call in calls.items() if way not in left_out}
+        yield from take_batches("layer_norm", {"pass": name}, calls, device, rounds, mode)
 
 
 def timed_specs() -> dict[str, OpSpec]:
@@ -198,13 +180,10 @@ def timed_specs() -> dict[str, OpSpec]:
 
 
 def sample_of(spec: OpSpec, device: str) -> Sample:
-    def make(shape: Sequence[int]) -> Tensor:
-        return torch.randn(shape, device=device, requires_grad=True)
-
-    return spec.bench.sample(make, (ROWS, COLS))
+    return spec.bench.sample(functools.partial(torch.randn, device=device, requires_grad=True), (ROWS, COLS))
 
 
-def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
+def passes(spec: OpSpec, sample: Sample) -> dict[str, Call]:
     inputs, is_operator = leaves(sample), spec.function is getattr(_ops, spec.name)
 
     def function() -> Any:
@@ -220,11 +199,10 @@ def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
     return {"forward, grad": function, "forward and backward": both}
 
 
-def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[dict[str, Any]]:
+def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[Row]:
     for name, call in passes(spec, sample_of(spec, device)).items():
-        both = dict.fromkeys(("function", PLAIN), call)
-        for row in take_batches(spec.name, both, device, rounds, contextlib.nullcontext):
-            yield {"op": spec.name, "pass": name} | row
+        head, calls = {"op": spec.name, "pass": name}, dict.fromkeys(("function", PLAIN), call)
+        yield from take_batches(spec.name, head, calls, device, rounds, contextlib.nullcontext)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -98,51 +98,51 @@ class Judge:
         if name in self.skipped:
             return
         outputs, values = self.outputs.get(name), as_tuple(result)
+        got = rule.Result(values, []) if outputs is None else rule.Result(outputs, list(values))
         try:
-            message = self.message(outputs, values)
+            message = self.message(got)
             if name != "ours":
-                far_away = self.far_away(name, outputs, values)
+                far_away = self.far_away(name, got)
                 message = message and far_away
         except Exception as error:  # raised, for example, if a result is not a tensor
             message = f"{type(error).__name__}: {error}"
         if message is not None:
             self.wrong[name] = f"wrong, {message}"[:300]
 
-    def message(self, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
-        """Says what is wrong with a result, or returns None. For a backward, `outputs` are its forward's results."""
-        got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
+    def message(self, got: rule.Result) -> str | None:
+        """Says what is wrong with a result, or returns None. That of a backward has its forward's outputs, too."""
         some = rule.Result(tuple(map(self.of_lines, got.outputs)), list(map(self.of_lines, got.gradients)))
         expected = self.expected
         with self.masks(self.lines):
-            for kind, truth in [("", expected.whole)] if outputs is None else expected.truths(some):
+            for kind, truth in expected.truths(some) if got.gradients else [("", expected.whole)]:
                 for number, (what, lines) in enumerate(some.tensors()):
                     if not self.is_sum(lines) and (message := wrong(lines, number, truth)):
                         return f"{what}{kind and f' {kind}'}: {message}"
         for number, (what, whole) in enumerate(got.tensors()):
-            if self.is_sum(whole) and (message := wrong(whole.detach(), number, self.sums(outputs))):
+            if self.is_sum(whole) and (message := wrong(whole.detach(), number, self.sums(got))):
                 return f"{what}: {message}"
         return None
 
-    def far_away(self, name: str, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
+    def far_away(self, name: str, got: rule.Result) -> str | None:
         """Says which tensor of a contender's result is too far from the exact one, or returns None."""
-        got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
         lines, sums = {}, {}
         for number, (what, x) in enumerate(got.tensors()):
             if not x.is_floating_point():
                 if message := wrong(self.of_lines(x), number, self.expected.whole):
                     return f"{what}: {message}"
             elif self.is_sum(x):
-                sums[what] = gradients.error(x.detach(), list(self.sums(outputs).exact.tensors())[number][1])
+                sums[what] = gradients.error(x.detach(), list(self.sums(got).exact.tensors())[number][1])
             else:
                 lines[what] = self.error(self.of_lines(x), number)
         most = 0.125  # half the largest error allowed; a contender with larger errors computes something else
+        beside = self.stock | {what: Error(most, most) for what in sums}
         if name == "eager":
             self.stock_sums = sums
-        beside = self.stock | {what: self.stock_sums.get(what, Error(most, most)) for what in sums}
-        if name == "eager":
-            beside |= dict.fromkeys(sums, Error(most, most))
+        else:
+            beside |= self.stock_sums
         beside = {what: Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()}
-        eps = max((torch.finfo(x.dtype).eps for x in result if x.is_floating_point()), default=0.0)
+        values = (x for x in got.gradients or got.outputs if x.is_floating_point())
+        eps = max((torch.finfo(x.dtype).eps for x in values), default=0.0)
         floor = max(2 * eps, 32 * torch.finfo(torch.float32).eps)  # 32: of an exponential
         return gradients.wrong(lines | sums, beside, floor, what="")
 
@@ -215,15 +215,15 @@ class Judge:
     def expected(self) -> rule.Expected:
         return self.part(self.lines)
 
-    def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
-        """Returns the exact values of results that are sums over all lines, and the terms of their error bounds.
-        `outputs` are the results of the forward, if a backward is judged."""
+    def sums(self, got: rule.Result) -> rule.Truth:
+        """Returns the exact values of results that are sums over all lines, and the terms of their error bounds."""
         if self._sums is not None:
             return self._sums
         found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
+        outputs = got.outputs if got.gradients else ()  # what a backward may read
         for begin in range(0, self.count, size):
             lines = range(begin, min(begin + size, self.count))
-            expected, saved = self.part(lines), tuple(self.of_lines(x, lines) for x in outputs or ())
+            expected, saved = self.part(lines), tuple(self.of_lines(x, lines) for x in outputs)
             with self.masks(lines):
                 _, truth = next(iter(expected.truths(rule.Result(saved, []))))
                 found = self.added(found, truth, len(lines) / self.count)

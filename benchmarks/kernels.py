@@ -4,10 +4,8 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CSRC = ROOT / "extension_cpp" / "csrc"
+from build_library import CSRC
 
 
 def folder(op: str, sources: dict[str, str]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 import extension_cpp
 from benchmarks import gradients, peers, results, table
 from benchmarks.table import finish
-from benchmarks.timing import BenchmarkParser, take_turns
+from benchmarks.timing import BenchmarkParser, Call, take_turns
 
 # SHAPES has rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head whose calls take only seconds.
 ROWS = 512  # rows whose float64 logits are in memory at a time
@@ -98,7 +98,7 @@ def ways(device: str) -> dict[str, Callable[..., Any]]:
     return {"products": products} | {name: functools.partial(train, loss) for name, loss in found.items()}
 
 
-def extra_bytes(call: Callable[[], object], grad_bytes: int) -> int:
+def extra_bytes(call: Call, grad_bytes: int) -> int:
     """Returns the peak memory of a call in bytes, without the memory before the call and without the gradients."""
     call()
     torch.cuda.synchronize()
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     x = draw(rows, features).bfloat16().requires_grad_()
     weight = (draw(classes, features) * features**-0.5).bfloat16().requires_grad_()
     target = torch.randint(classes, (rows,), generator=generator, device=options.device)
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Call] = {
         name: functools.partial(way, x, weight, target) for name, way in ways(options.device).items()
     }
     judge = Judge(x, weight, target)

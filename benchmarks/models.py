@@ -53,15 +53,10 @@ class Shape:
     tokens: int  # the length of each sequence; for an image, the number of its patches and the class token
 
 
-LLAMA: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-}
-LLAMA |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}
-LLAMA |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
-GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024}
+DECODER = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+DECODER |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 8192}
+LLAMA = DECODER | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024, "vocab_size": 50257}
 ENCODER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 BERT = ENCODER | {"vocab_size": 30522, "max_position_embeddings": 512}
 VIT = ENCODER | {"image_size": 224, "patch_size": 16, "num_labels": 1000}
@@ -72,29 +67,24 @@ SHAPES = {
     "bert-large": Shape("BertForMaskedLM", BERT, 32, 512),
     "vit-large": Shape("ViTForImageClassification", VIT, 64, 197),
 }
-# Models with the same layers but few columns, and a smaller vocabulary or image.
-NARROW_ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-NARROW = {
-    "llama-3.2-1b": NARROW_ENCODER | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
-    "gpt2-medium": {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300},
-    "bert-large": NARROW_ENCODER | {"vocab_size": 300},
-    "vit-large": NARROW_ENCODER | {"image_size": 32, "num_labels": 10},
-}
+# The configuration of models with few columns, and a smaller vocabulary or image.
+NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW |= {"head_dim": 16, "n_embd": 64, "n_head": 4, "n_positions": 64}
+NARROW |= {"vocab_size": 300, "image_size": 32, "num_labels": 10}
 
 
-def narrow(name: str, batch: int, tokens: int, **layers: int) -> Shape:
+def narrow(shape: Shape, batch: int, tokens: int, **layers: int) -> Shape:
     """Returns the Shape of a model with few columns and few tokens. A model of images always has five tokens."""
-    shape = SHAPES[name]
-    config = shape.config | NARROW[name] | {key: count for key, count in layers.items() if key in shape.config}
+    narrowed = NARROW | layers
+    config = {key: narrowed.get(key, value) for key, value in shape.config.items()}
     return Shape(shape.model, config, batch, 5 if "image_size" in config else tokens)
 
 
-SMALL = {name: narrow(name, 2, 32, num_hidden_layers=2, n_layer=2) for name in SHAPES}
-OF_HOST = {name: narrow(name, 1, 8) for name in SHAPES}
+SMALL = {name: narrow(shape, 2, 32, num_hidden_layers=2, n_layer=2) for name, shape in SHAPES.items()}
+OF_HOST = {name: narrow(shape, 1, 8) for name, shape in SHAPES.items()}  # with as many layers
 
 WAYS = ("stock", "converted", "linear loss", "liger")
 MODES = ("", " compiled", " compiled, no mask")
-COLUMNS = ("model", "way", "seconds")
 KEY_BIAS = (".key.bias", ".k_proj.bias")
 CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
@@ -298,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=SEED,
         optimizer="AdamW, fused",
     )
-    found = results.continued(options.path, about, COLUMNS, options.is_new)
+    found = results.continued(options.path, about, table.KINDS["models-"][0], options.is_new)
     origin_of = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]

@@ -6,7 +6,7 @@
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from extension_cpp import LIBRARY
@@ -20,7 +20,7 @@ ALL = 2**64 - 1
 
 @contextlib.contextmanager
 def allowed(shape: int) -> Iterator[None]:
-    """Lets the library pick only this row of the table in plan.h."""
+    """Lets the library pick only this row of the table in plan.h, in a block or in the calls of a function."""
     allow = ctypes.CDLL(str(LIBRARY)).extension_cpp_norm_allow  # one bit for each row
     allow(ctypes.c_uint64(1 << shape))
     try:
@@ -43,11 +43,3 @@ def contenders(case: "Case") -> dict[str, int]:
             if shape_of(case) == shape:
                 found[f"plan {shape}"] = shape
     return found
-
-
-def limited(shape: int, call: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        with allowed(shape):
-            return call()
-
-    return run

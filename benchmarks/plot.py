@@ -28,28 +28,21 @@ LOOKS = {
     "quack": ("#D55E00", "v"),
 }
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
-ROOT = Path(__file__).resolve().parent.parent
-# The documents' pictures: the file, the ops and the kind of picture.
+# The documents' pictures: the stem of the file, the ops, and the kind and dtype of the picture.
 PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
-    "docs/norms-h200.svg": (
-        "benchmarks/results/h200-norms.json",
-        ("layer_norm", "rms_norm"),
-        "h200-norms-widths-bfloat16",
-    ),
-    "docs/norms-cpu.svg": ("benchmarks/results/cpu.json", ("layer_norm", "rms_norm"), "cpu-widths-bfloat16"),
-    "docs/roofline-h200.svg": ("benchmarks/results/h200-norms.json", None, "h200-norms-roofline-bfloat16"),
+    "docs/norms-h200.svg": ("h200-norms", ("layer_norm", "rms_norm"), "widths-bfloat16"),
+    "docs/norms-cpu.svg": ("cpu", ("layer_norm", "rms_norm"), "widths-bfloat16"),
+    "docs/roofline-h200.svg": ("h200-norms", None, "roofline-bfloat16"),
 }
 
 
-def passes_of(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row]]:
+def large_by_pass(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row]]:
+    """Returns the rows of large tensors by op and pass."""
     found: dict[tuple[str, str], list[results.Row]] = {}
     for row in rows:
-        found.setdefault((row["op"], row["pass"]), []).append(row)
+        if row["sizes"] == "large":
+            found.setdefault((row["op"], row["pass"]), []).append(row)
     return found
-
-
-def bytes_of_element(row: results.Row) -> int:
-    return 4 if row["dtype"] == "float32" else 2
 
 
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
@@ -73,8 +66,7 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
 
 def widths(rows: list[results.Row], title: str) -> Figure | None:
     """Draws a row of panels for each op that has several widths, with forward and backward side by side."""
-    large = passes_of([row for row in rows if row["sizes"] == "large"])
-    groups = {step: group for step, group in large.items() if len(group) > 1}
+    groups = {step: group for step, group in large_by_pass(rows).items() if len(group) > 1}
     ops = list(dict.fromkeys(op for op, _ in groups))
     if not ops:
         return None
@@ -101,25 +93,18 @@ def widths(rows: list[results.Row], title: str) -> Figure | None:
 def legend(figure: Figure) -> None:
     found: dict[str, Any] = {}
     for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        for handle, label in zip(handles, labels, strict=True):
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=len(found), fontsize=9)
-
-
-def gigabytes(row: results.Row, name: str) -> float:
-    """Returns the bandwidth in gigabytes per second, counting the bytes that the op must move."""
-    return row["copy_gb_s"] * row["percent_of_copy"][name] / 100
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
     """Returns the arithmetic operations and moved elements per element of x, for each op and pass that counts them."""
     found = {}
     for spec in timed_specs():
-        for i, step in enumerate(("forward", "backward")):
-            moved = (spec.bench.forward, spec.bench.backward)[i]
-            if spec.bench.operations and moved:
-                found[spec.name, step] = spec.bench.operations[i], moved
+        if counts := spec.bench.operations:
+            found[spec.name, "forward"] = counts[0], spec.bench.forward
+            found[spec.name, "backward"] = counts[1], spec.bench.backward
     return found
 
 
@@ -139,8 +124,8 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
     """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
     counted = operations()
-    large = passes_of([row for row in rows if row["sizes"] == "large"])
-    chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
+    groups = large_by_pass(rows).values()
+    chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in groups]
     chosen = [row for row in chosen if (row["op"], row["pass"]) in counted]
     if not chosen:
         return None
@@ -150,13 +135,16 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
     by_intensity: dict[float, list[results.Row]] = {}
     for row in chosen:
         arithmetic, moved = counted[row["op"], row["pass"]]
-        by_intensity.setdefault(arithmetic / (moved * bytes_of_element(row)), []).append(row)
+        itemsize = 4 if row["dtype"] == "float32" else 2
+        by_intensity.setdefault(arithmetic / (moved * itemsize), []).append(row)
     roof = max(row["copy_gb_s"] for row in chosen)
     ends = [0.8 * min(by_intensity), 1.25 * max(by_intensity)]
     axes.plot(ends, [roof * x for x in ends], **LIMIT, label="bandwidth of copy")
     for name in results.names(chosen):
         timed = [(x, row) for x, group in by_intensity.items() for row in group if name in row["seconds"]]
-        line(axes, name, [(x, x * gigabytes(row, name)) for x, row in timed], joined=False)
+        # A bandwidth counts the bytes that the op must move.
+        points = [(x, x * (row["copy_gb_s"] * row["percent_of_copy"][name] / 100)) for x, row in timed]
+        line(axes, name, points, joined=False)
     axes.set(xscale="log", yscale="log")
     name_above(axes, dict(sorted(by_intensity.items())))
     powers, decimal = [2.0**n for n in range(-8, 8)], [digit * 10.0**n for n in range(-3, 6) for digit in (1, 2, 5)]
@@ -172,12 +160,6 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
     return figure
 
 
-PICTURES = {
-    "widths": (widths, "percent of copy over width"),
-    "roofline": (roofline, "roofline of the ops named below, each at its best width"),
-}
-
-
 def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str, Figure]]:
     """Yields the names and figures of all pictures for which the file has rows."""
     found = results.read(path)
@@ -185,10 +167,11 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
     about = found["machine"]
     for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["dtype"] == dtype]
-        for kind, (draw, what) in PICTURES.items():
-            figure = draw(rows, f"{about['device']}, {dtype}: {what}")
-            if figure:
-                yield f"{path.stem}-{kind}-{dtype}", figure
+        title = f"{about['device']}, {dtype}: "
+        if figure := widths(rows, title + "percent of copy over width"):
+            yield f"{path.stem}-widths-{dtype}", figure
+        if figure := roofline(rows, title + "roofline of the ops named below, each at its best width"):
+            yield f"{path.stem}-roofline-{dtype}", figure
 
 
 def svg(figure: Figure, description: str | None = None) -> str:
@@ -203,8 +186,9 @@ def published(name: str) -> str:
     """Returns a published picture as SVG text. Its description is the digest of the rows that it shows, by which a test
     finds a stale picture."""
     source, ops, picture = PUBLISHED[name]
-    figure = dict(pictures(ROOT / source, ops))[picture]
-    rows = [row for row in results.read(ROOT / source)["rows"] if ops is None or row["op"] in ops]
+    path = results.PUBLISHED / f"{source}.json"
+    figure = dict(pictures(path, ops))[f"{source}-{picture}"]
+    rows = [row for row in results.read(path)["rows"] if ops is None or row["op"] in ops]
     return svg(figure, description=hashlib.sha256(json.dumps(rows).encode()).hexdigest())
 
 
@@ -216,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/plots"), help="folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name in () if options.files else PUBLISHED:
-        (ROOT / name).write_text(published(name))
+        (results.ROOT / name).write_text(published(name))
         print(name)
     for path in options.files:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -50,20 +50,16 @@ def summary(name: str) -> str:
     """Returns a summary table of docs/performance.md, with percent of copy of our ops and of the best peers."""
     lines = [line for line in LINES if line["table"] == name]
     rows, device = read(lines[0]["file"])
-    chosen = [
-        [row for row in rows if row["op"] == line["op"] and str(row["cols"]) in line["widths"].split()]
-        for line in lines
-    ]
-    every = [row for each in chosen for row in each]
-    all_older, body = all(are_older(every, device)), []
-    for line, each in zip(lines, chosen, strict=True):
-        mark = MARK if not all_older and any(are_older(each, device)) else ""
-        figures = [*cells(each, "forward"), *cells(each, "backward")]
-        numbers = ", ".join(map(str, sorted({row["run"] for row in each})))
-        body.append([line["name"] + mark, line["columns"], line["goal"], *figures, numbers])
-    head = ["op", "columns", "goal", "forward", "best peer", "backward", "best peer", "run"]
-    if len({row["run"] for row in every}) == 1:
-        head, *body = (each[:-1] for each in (head, *body))
+    widths = {(line["op"], width) for line in lines for width in line["widths"].split()}
+    every = [row for row in rows if (row["op"], str(row["cols"])) in widths]
+    has_runs, all_older, body = len({row["run"] for row in every}) > 1, all(are_older(every, device)), []
+    for line in lines:
+        same = [row for row in every if row["op"] == line["op"] and str(row["cols"]) in line["widths"].split()]
+        mark = MARK if not all_older and any(are_older(same, device)) else ""
+        numbers = ", ".join(map(str, sorted({row["run"] for row in same})))
+        figures = [*cells(same, "forward"), *cells(same, "backward"), *[numbers] * has_runs]
+        body.append([line["name"] + mark, line["columns"], line["goal"], *figures])
+    head = ["op", "columns", "goal", "forward", "best peer", "backward", "best peer", *["run"] * has_runs]
     return sourced(markdown(head, body), source(lines[0]["file"], every, device))
 
 
@@ -169,7 +165,6 @@ ON_THE_SITE = {
 
 
 def site_page() -> str:
-    """Returns the page of the tables in ON_THE_SITE."""
     parts = [
         "# Tables of the published runs",
         "Percent of copy, unless a column is in microseconds: [performance](performance.md) says what that is and how "

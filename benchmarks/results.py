@@ -18,7 +18,6 @@ from benchmarks import kernels
 from extension_cpp.command import info
 
 Row = dict[str, Any]
-Key = tuple[str, str, str, int, int, str]
 
 # Further figures of a row on a GPU. `seconds` is the time from the first kernel of a call to the end.
 OTHERS = (
@@ -110,7 +109,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def key(row: Row) -> Key:
+def key(row: Row) -> tuple[str | int, ...]:
     """Returns what was measured. Rows with the same key are the same work."""
     return row["op"], row["pass"], row["dtype"], row["rows"], row["cols"], row["sizes"]
 

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from benchmarks import norm_plans, peers, results
 from benchmarks.judging import Judge
-from benchmarks.table import cell, heading, median
-from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
+from benchmarks.table import figures, heading
+from benchmarks.timing import BenchmarkParser, Call, judged_seconds, seconds_of, take_turns
 from extension_cpp.__main__ import positive
 from extension_cpp.command import info
 from extension_cpp.command.demo_table import keep_memory
@@ -165,11 +165,11 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                         yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
 
 
-def make_sample(case: Case, device: str, rows: int) -> Sample:
+def make_sample(case: Case, device: str) -> Sample:
     def make(shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(shape, dtype=case.types[len(shape) == 1], device=device, requires_grad=True)
 
-    return case.spec.bench.sample(make, (rows, case.cols))
+    return case.spec.bench.sample(make, (case.rows, case.cols))
 
 
 def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) -> dict[str, Callable[..., Any]]:
@@ -192,15 +192,13 @@ def without_masks(sample: Sample) -> Sample:
     return Sample((*others, 0.0, None), sample.kwargs)
 
 
-def prepare(
-    case: Case, options: argparse.Namespace, libraries: list[str]
-) -> tuple[dict[str, Callable[[], object]], Judge, dict[str, str]]:
-    """Returns the calls to time, with the copy first, their judge, and the errors of the contenders that are left out.
+def prepare(case: Case, options: argparse.Namespace, libraries: list[str]) -> tuple[dict[str, Call], Judge]:
+    """Returns the calls to time, with the copy first, and their judge, which has the errors of contenders left out.
 
     Contenders that draw their own masks cannot be judged in the calls that are timed. They are judged without dropout.
     """
     torch.manual_seed(options.seed)
-    sample, other = (make_sample(case, options.device, case.rows) for _ in range(2))
+    sample, other = (make_sample(case, options.device) for _ in range(2))
     own_masks = case.spec.positional and case.spec.bench.stock is not None
     eager = case.eager(case.spec.reference if own_masks else case.spec.bench.stock or case.spec.reference)
     judge = Judge(case.spec, sample, other, options.seed, eager)
@@ -210,27 +208,26 @@ def prepare(
     dtype = case.types[0]
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
     target = torch.empty_like(source)
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-    failed: dict[str, str] = {}
+    calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
     shapes = norm_plans.contenders(case) if options.plans else {}
     for name, function in contenders(case, options, libraries).items():
         try:
             if own_masks and name != "ours":
                 unmasked.judge(name, call_of(case, unmasked, name, function)())
                 judge.skipped.add(name)
-                if name in unmasked.wrong:
-                    failed[name] = unmasked.wrong[name]
+                judge.wrong |= unmasked.wrong
+                if name in judge.wrong:
                     continue
             call = call_of(case, judge, name, function)
-            call = norm_plans.limited(shapes[name], call) if name in shapes else call
+            call = norm_plans.allowed(shapes[name])(call) if name in shapes else call
             call()
             calls[name] = call
         except Exception as error:  # an error in a library's code is the result of its row, and does not end the run
-            failed[name] = f"{type(error).__name__}: {error}"[:300]
-    return calls, judge, failed
+            judge.wrong[name] = f"{type(error).__name__}: {error}"[:300]
+    return calls, judge
 
 
-def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Call:
     if case.backward:
         return judge.backward(name, function)
     args, kwargs = judge.sample.args, judge.sample.kwargs
@@ -243,32 +240,38 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
 
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
-    calls, judge, failed = prepare(case, options, libraries)
+    calls, judge = prepare(case, options, libraries)
     spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
     slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
     times = take_turns(calls, options.device, options.rounds, judge=judge)
-    times |= {name: single(name, call, options.device, judge) for name, call in slow.items()}
+    for name, call in slow.items():
+        times[name] = dict.fromkeys(("median", "low", "high"), judged_seconds(name, call, options.device, judge))
     times = {name: time for name, time in times.items() if name not in judge.wrong}
     calls = {name: call for name, call in calls.items() if name not in judge.wrong}
-    failed |= judge.wrong
     bandwidth, floor = case.copied_bytes() / times["copy"]["median"], case.floor_bytes()
     percents = {name: 100 * floor / time["median"] / bandwidth for name, time in times.items() if name != "copy"}
     row = case.head() | {"copy_gb_s": 1e-9 * bandwidth, "percent_of_copy": percents, "floor_bytes": floor}
     row["seconds"] = times
-    if failed:
-        row["failed"] = failed
+    if judge.wrong:
+        row["failed"] = judge.wrong
     if options.device == "cuda":
         row["kernel_seconds"] = kernel_seconds(calls, options.rounds)
         row["call_seconds"] = take_turns(calls, "cuda", options.rounds, ahead=False)
     return row
 
 
-def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """Returns times of the kernels alone, replayed as a CUDA graph. Contenders that cannot be captured are left out."""
-    graphs = {}
+def kernel_seconds(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
+    """Returns times of the kernels alone, replayed as a CUDA graph. Contenders that cannot be captured are left out.
+
+    The current stream must not be the default one. For a backward, the forward must have run on the same stream.
+    """
+    graphs: dict[str, Call] = {}
     for name, call in calls.items():
         with contextlib.suppress(RuntimeError):
-            graphs[name] = captured(call)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                call()
+            graphs[name] = graph.replay
     return take_turns(graphs, "cuda", rounds)
 
 
@@ -297,10 +300,9 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
             table.add_column(head, justify="right", no_wrap=True)
         for row in rows:
             if (row["op"], row["dtype"]) == (op, dtype):
-                times = {name: median(seconds, scale=1e6) for name, seconds in row["seconds"].items()}
-                times = {name: cell(row, name, times.get(name, "")) for name in ("copy", *names)}
-                shares = [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
-                cells = [f"{row['copy_gb_s']:.0f}", times["ours"], *shares] if percents else times.values()
+                cells = figures(row, ["copy", *names], percents)
+                if percents:
+                    cells[1:1] = figures(row, ["ours"], percents=False)
                 table.add_row(row["pass"], f"{row['rows']} x {row['cols']}", *cells)
         console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
 
@@ -341,8 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch._functorch.config.donated_buffer = False  # allows many backward calls after one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
-    path = options.path
-    found = results.continued(path, about, anew=options.is_new)
+    found = results.continued(options.path, about, anew=options.is_new)
     absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
     if absent:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")
@@ -354,8 +355,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done.append(row)
     show(console, found, done)
     if len(done) < len(todo):
-        console.print(f"Stopped: {len(done)} of {len(todo)} were measured; with --json {path} it goes on from there.")
+        again = f"with --json {options.path} it goes on from there"
+        console.print(f"Stopped: {len(done)} of {len(todo)} were measured; {again}.")
         return 130
     skipped = f" {len(there)} rows were there before." if there else ""
-    console.print(f"The figures are in {path}.{skipped}")
+    console.print(f"The figures are in {options.path}.{skipped}")
     return 0

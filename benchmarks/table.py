@@ -11,7 +11,6 @@ from rich.console import Console
 
 from benchmarks import results
 
-Cells = Callable[[results.Row, list[str]], list[str]]
 Seconds = dict[str, float] | list[float]  # median, low and high, or the seconds of each step
 Figure = Callable[..., str]  # the function median or spread
 Table = tuple[list[str], list[list[str]]]  # the head and the lines
@@ -38,16 +37,14 @@ def table(path: Path) -> str:
             found = results.read(path, columns)
             return f"{heading(found)}\n\n" + "\n".join(markdown(*make(found["rows"]))) + "\n"
     found = results.read(path)
-    lines = [heading(found)]
-    large = _in_order([row for row in found["rows"] if row["sizes"] == "large"])
+    lines, large = [heading(found)], [row for row in found["rows"] if row["sizes"] == "large"]
     if large:
-        lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
+        lines += _table(_in_order(large), percents=True)
     small = [row for row in found["rows"] if row["sizes"] == "small"]
     others = [(f", {title}", results.other(small, key)) for key, title in results.OTHERS]
-    for title, rows in others if any(rows for _, rows in others) else [("", small)]:
-        if rows:
-            lines += ["", f"Small tensors, microseconds{title}:"]
-            lines += _table(rows, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
+    for title, timed in others if any(timed for _, timed in others) else [("", small)]:
+        if timed:
+            lines += ["", f"Small tensors, microseconds{title}:", *_table(timed, percents=False)]
     return "\n".join(lines) + "\n"
 
 
@@ -73,7 +70,8 @@ def are_older(rows: Sequence[results.Row], device: str) -> list[bool]:
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    return lines + [f"| {' | '.join(cells)} |" for cells in body]
+    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in body)
+    return lines + [f"| {' | '.join(cells)} |" for cells in escaped]
 
 
 def median(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
@@ -193,37 +191,30 @@ KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
     """Sorts by op and dtype in the file's order, then by width, and forward before backward."""
     ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
-
-    def place(row: results.Row) -> tuple[int, ...]:
-        is_backward = row["pass"] != "forward"
-        return ops.index(row["op"]), dtypes.index(row["dtype"]), row["cols"], is_backward
-
-    return sorted(rows, key=place)
+    rows = sorted(rows, key=lambda row: (row["cols"], row["pass"] != "forward"))
+    return sorted(rows, key=lambda row: (ops.index(row["op"]), dtypes.index(row["dtype"])))
 
 
-def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
+def _table(rows: list[results.Row], percents: bool) -> list[str]:
     """Makes a table. Runs have a column if they differ between rows."""
-    names = results.names(rows)
-    body = [cells_of(row, names) for row in rows]
-    marks = are_older(rows, "NVIDIA" if "threads" not in rows[0] else "")
-    if not all(marks):
-        body = [[cells[0] + MARK * mark, *cells[1:]] for cells, mark in zip(body, marks, strict=True)]
-    if len({row["run"] for row in rows}) > 1:
-        at = len(head) - 1
-        head = [*head[:at], "run", *head[at:]]
-        body = [[*cells[:at], str(row["run"]), *cells[at:]] for row, cells in zip(rows, body, strict=True)]
-    return ["", *markdown([*head, *names], body)]
+    names, has_runs = results.names(rows), len({row["run"] for row in rows}) > 1
+    head = ["op", "pass", "dtype", "width" if percents else "shape", *["run"] * has_runs]
+    older, body = are_older(rows, "NVIDIA" if "threads" not in rows[0] else ""), []
+    for row, is_older in zip(rows, older, strict=True):
+        mark = MARK if is_older and not all(older) else ""
+        size = str(row["cols"]) if percents else f"{row['rows']} x {row['cols']}"
+        cells = [row["op"] + mark, row["pass"], row["dtype"], size, *[str(row["run"])] * has_runs]
+        body.append(cells + figures(row, ["copy", *names], percents))
+    return ["", *markdown([*head, "copy GB/s" if percents else "copy", *names], body)]
 
 
-def _percents(row: results.Row, names: list[str]) -> list[str]:
-    cells = [row["op"], row["pass"], row["dtype"], str(row["cols"]), f"{row['copy_gb_s']:.0f}"]
-    return cells + [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
-
-
-def _microseconds(row: results.Row, names: list[str]) -> list[str]:
-    times = {name: median(seconds, scale=1e6) for name, seconds in row["seconds"].items()}
-    cells = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", times["copy"]]
-    return cells + [cell(row, name, times.get(name, "")) for name in names]
+def figures(row: results.Row, names: list[str], percents: bool) -> list[str]:
+    """Returns the cells of the copy and of contenders: GB/s and percent of copy, or all in microseconds."""
+    found = {name: median(seconds, scale=1e6) for name, seconds in row["seconds"].items()}
+    if percents:
+        found |= {name: f"{percent:.0f}" for name, percent in row["percent_of_copy"].items()}
+        found["copy"] = f"{row['copy_gb_s']:.0f}"
+    return [cell(row, name, found.get(name, "")) for name in names]
 
 
 def cell(row: results.Row, name: str, figure: str) -> str:

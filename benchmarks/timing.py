@@ -1,7 +1,6 @@
 """Times calls fairly: contenders take turns, each figure is a median, and a copy is measured in the same turns."""
 
 import argparse
-import functools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,18 +12,8 @@ from benchmarks import results
 from extension_cpp.__main__ import Parser, positive
 from extension_cpp.command.once import once_cpu, once_cuda
 
+Call = Callable[[], Any]
 Time = dict[str, float]  # seconds of one call: the median, and low and high, the 10th and the 90th percentile
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Captures a call's kernels as a CUDA graph. Returns a function that replays them without the host's work.
-
-    The current stream must not be the default one. For a backward, the forward must have run on the same stream.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        call()
-    return graph.replay
 
 
 class Judge(Protocol):
@@ -37,17 +26,21 @@ class Judge(Protocol):
         """Records what is wrong with the result of the call of this name."""
 
 
-def _judged(once: Callable[..., float], name: str, call: Callable[[], object], judge: Judge) -> float:
+def seconds_of(call: Call, device: str, ahead: bool = True) -> float:
+    return once_cuda(call, ahead) if device == "cuda" else once_cpu(call)
+
+
+def judged_seconds(name: str, call: Call, device: str, judge: Judge, ahead: bool = True) -> float:
     """Returns the seconds of a call, whose result is judged."""
     judge.renew()
     results: list[object] = []
-    spent = once(lambda: results.append(call()))
+    spent = seconds_of(lambda: results.append(call()), device, ahead)
     judge.judge(name, results.pop())
     return spent
 
 
 def take_turns(
-    calls: dict[str, Callable[[], object]],
+    calls: dict[str, Call],
     device: str,
     rounds: int,
     ready: Callable[[str], object] = lambda name: None,
@@ -60,12 +53,14 @@ def take_turns(
     On a GPU the time begins with the call's first kernel. Without `ahead` it begins with the call, and includes the
     device's wait for the host.
     """
-    once = functools.partial(once_cuda, ahead=ahead) if device == "cuda" else once_cpu
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items():
             ready(name)
-            spent = _judged(once, name, call, judge) if judge and number == rounds + 1 else once(call)
+            if judge and number == rounds + 1:
+                spent = judged_seconds(name, call, device, judge, ahead)
+            else:
+                spent = seconds_of(call, device, ahead)
             if number >= 2:
                 seconds[name].append(spent)
     result = {}
@@ -73,16 +68,6 @@ def take_turns(
         deciles = statistics.quantiles(values, n=10)
         result[name] = {"median": statistics.median(values), "low": deciles[0], "high": deciles[-1]}
     return result
-
-
-def seconds_of(call: Callable[[], object], device: str) -> float:
-    return once_cuda(call, ahead=True) if device == "cuda" else once_cpu(call)
-
-
-def single(name: str, call: Callable[[], object], device: str, judge: Judge) -> Time:
-    """Returns the time of a single judged call, for a contender too slow to take turns."""
-    seconds = _judged(functools.partial(seconds_of, device=device), name, call, judge)
-    return dict.fromkeys(("median", "low", "high"), seconds)
 
 
 class BenchmarkParser(Parser):

@@ -17,6 +17,7 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
+from benchmarks import table
 from benchmarks.published import TABLES
 from extension_cpp import ops
 from extension_cpp.command import info
@@ -54,10 +55,6 @@ def gradients(name: str, function: Callable[..., Any]) -> str:
     return markdown("none" if match[1] != "D" else match[2] or "yes")
 
 
-def row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def schemas_of(names: list[str]) -> dict[str, list[str]]:
     """Returns the schemas of each operator by its name. Those of mish are mish, mish_backward, mish_double_backward."""
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -88,24 +85,21 @@ def described(name: str, function: Callable[..., Any]) -> str:
 
 
 def page() -> str:
-    """Returns the text of docs/ops.md."""
     functions = {name: getattr(ops, name) for name in ops.__all__}
     schemas = schemas_of(ops.__all__)
     modules = {name: x for name, x in vars(extension_cpp.modules).items() if name in extension_cpp.nn.__all__}
-    table = ["| function | meaning | differentiable |", "|---|---|---|"]
-    for name, function in functions.items():
-        table.append(row(f"[`{call(name, function)}`](#{name})", summary(function), gradients(name, function)))
-    of_modules = ["| module | meaning |", "|---|---|"]
-    of_modules += [row(f"`{call(name, x)}`", summary(x)) for name, x in modules.items() if isinstance(x, type)]
+    rows = [[f"[`{call(name, x)}`](#{name})", summary(x), gradients(name, x)] for name, x in functions.items()]
+    of_modules = [[f"`{call(name, x)}`", summary(x)] for name, x in modules.items() if isinstance(x, type)]
     parts = [
         "# Operators",
         "Written by `make docs` from the docstrings in `extension_cpp/functional/` and the schemas; edit those.",
         markdown((ops.__doc__ or "").split("\n\n", 2)[2].strip()),
-        "\n".join(table),
+        "\n".join(table.markdown(["function", "meaning", "differentiable"], rows)),
     ]
     for name, function in functions.items():
         parts += [described(name, function), "\n".join(["```text", *schemas[name], "```"])]
-    parts += ["## Modules", "In `extension_cpp.nn`, with the names and habits of torch.nn.", "\n".join(of_modules)]
+    parts += ["## Modules", "In `extension_cpp.nn`, with the names and habits of torch.nn."]
+    parts.append("\n".join(table.markdown(["module", "meaning"], of_modules)))
     parts += [described("convert", extension_cpp.nn.convert), described("revert", extension_cpp.nn.revert)]
     return "\n\n".join(parts) + "\n"
 
@@ -133,10 +127,8 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
     parameters = []
     required = max((i for i, x in enumerate(schema.arguments) if not x.has_default_value()), default=-1)
     for place, argument in enumerate(schema.arguments):  # all by position, the keyword-only ones, too
-        optional = re.fullmatch(r"Optional\[(.*)\]", str(argument.type))
-        kind = (optional[1] if optional else str(argument.type)).replace("List", "Sequence")
-        default = " = ..." if place > required else ""
-        parameters.append(f"{argument.name}: {kind}{' | None' if optional else ''}{default}")
+        kind = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", str(argument.type)).replace("List", "Sequence")
+        parameters.append(f"{argument.name}: {kind}{' = ...' if place > required else ''}")
     parameters.append("/")
     results = ", ".join(str(result.type).replace("List", "list") for result in schema.returns)
     joined = ", ".join(parameters)

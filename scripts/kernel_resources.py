@@ -41,21 +41,11 @@ def cuobjdump() -> str:
     )
 
 
-def short_name(name: str) -> str:
-    """Returns a demangled name without result type, parameters and casts of template arguments."""
-    name = name.removeprefix("void ")
-    depth, begin = 0, len(name)
-    while name.endswith(")") and (begin == len(name) or depth > 0):
-        begin -= 1
-        depth += {")": 1, "(": -1}.get(name[begin], 0)
-    name = name[:begin]
-    return re.sub(r"\((?:int|bool|[\w:]+::\w+)\)(?=[\w-])", "", name)
-
-
 def short_names(mangled: list[str]) -> list[str]:
-    lines = "\n".join(mangled)
-    names = subprocess.run(["c++filt"], input=lines, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [short_name(name) for name in names]
+    """Returns the demangled names without result types, parameters and casts of template arguments."""
+    command, lines = ["c++filt", "--no-params"], "\n".join(mangled)
+    names = subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [re.sub(r"\((?:int|bool|[\w:]+::\w+)\)(?=[\w-])", "", name) for name in names]
 
 
 def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:

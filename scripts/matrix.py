@@ -75,7 +75,6 @@ def newest_torch(python: tuple[int, int]) -> str:
 
 
 def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
-    """Returns the torch that each Python gets."""
     others = versions[1:] or versions
     return [(versions[0], TORCH_OLDEST), *((version, newest_torch(version)) for version in others)]
 

@@ -75,17 +75,13 @@ def operators(text: str) -> str:
     return re.sub(r"(?ms)^## (\w+)\n.*?(?=^## |\Z)", section, text)
 
 
-def modules(text: str) -> str:
-    """Returns docs/ops.md's table of modules with links. Its calls also have the arguments inherited from torch.nn."""
-    table = text.partition("## Modules\n\n")[2].partition("## ")[0]
-    return re.sub(r"(?m)^\| (`(\w+)\(.*?\)`) \|", r"| [\1][extension_cpp.nn.\2] |", table)
-
-
 def generated() -> dict[str, str]:
     """Returns the pages that only the site has."""
     root = "\n    options: {show_root_heading: false, show_root_toc_entry: false"
     code = "show_if_no_docstring: true, show_signature: false, separate_signature: false, show_source: true"
-    table = modules((ROOT / OPERATORS).read_text())
+    # The table of modules in docs/ops.md, with links. Its calls also have the arguments inherited from torch.nn.
+    table = (ROOT / OPERATORS).read_text().partition("## Modules\n\n")[2].partition("## ")[0]
+    table = re.sub(r"(?m)^\| (`(\w+)\(.*?\)`) \|", r"| [\1][extension_cpp.nn.\2] |", table)
     return {
         MODULES: f"# Modules\n\n{table}\n::: extension_cpp.nn{root}}}\n",
         TABLES: published.site_page(),

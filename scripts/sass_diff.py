@@ -16,24 +16,16 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from scripts.kernel_resources import cuobjdump, short_names
 
 Code = tuple[str, ...]  # the instructions of one kernel, in order
+Pair = tuple[str, str, str]  # what became of a kernel: one of STATES, its name (or "OLD -> NEW"), the detail to print
 Kernels = Mapping[str, Sequence[Code]]  # by name; several translation units may have a kernel of the same name
 
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
 SYMBOL = re.compile(r"\b_Z\w+")
-
-
-class Pair(NamedTuple):
-    """One line of the printed table: what became of a kernel."""
-
-    state: str
-    name: str  # "OLD -> NEW" for a renamed kernel
-    detail: str = ""
 
 
 STATES = ("identical", "renamed", "changed", "only before", "only after")
@@ -77,9 +69,8 @@ def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, 
 
 def differing(before: Code, after: Code) -> int:
     """Returns how many instructions differ, regardless of order, or 1 if they differ only in order."""
-    counts = collections.Counter(before), collections.Counter(after)
-    gone, new = counts[0] - counts[1], counts[1] - counts[0]
-    return max(gone.total(), new.total(), 1)
+    old, new = collections.Counter(before), collections.Counter(after)
+    return max((old - new).total(), (new - old).total(), 1)
 
 
 def compare(before: Kernels, after: Kernels) -> list[Pair]:
@@ -88,7 +79,7 @@ def compare(before: Kernels, after: Kernels) -> list[Pair]:
         collections.Counter((name, code) for name, codes in kernels.items() for code in codes)
         for kernels in (before, after)
     )
-    pairs = [Pair("identical", name) for name, _ in (olds & news).elements()]
+    pairs = [("identical", name, "") for name, _ in (olds & news).elements()]
     gone, new = list((olds - news).elements()), list((news - olds).elements())
     for key in (0, 1):
         for name, code in gone.copy():
@@ -96,17 +87,17 @@ def compare(before: Kernels, after: Kernels) -> list[Pair]:
                 gone.remove((name, code))
                 new.remove(other)
                 detail = f": {differing(code, other[1])} of {len(code)} -> {len(other[1])} instructions"
-                pairs.append(Pair("changed", name, detail) if key == 0 else Pair("renamed", f"{name} -> {other[0]}"))
+                pairs.append(("changed", name, detail) if key == 0 else ("renamed", f"{name} -> {other[0]}", ""))
     for state, alone in (("only before", gone), ("only after", new)):
-        pairs += [Pair(state, name, f": {len(code)} instructions") for name, code in alone]
-    return sorted(pairs, key=lambda pair: (STATES.index(pair.state), pair.name))
+        pairs += [(state, name, f": {len(code)} instructions") for name, code in alone]
+    return sorted(pairs, key=lambda pair: (STATES.index(pair[0]), pair[1]))
 
 
 def table(pairs: Sequence[Pair]) -> str:
     """Returns a line for each kernel that is not identical, and the number of kernels in each state."""
     titles = {"renamed": "renamed, identical"}
     lines = [f"{titles.get(state, state):18s}  {name}{detail}" for state, name, detail in pairs if state != "identical"]
-    count = collections.Counter(pair.state for pair in pairs)
+    count = collections.Counter(state for state, _, _ in pairs)
     return "\n".join([*lines, ", ".join(f"{count[state]} {state}" for state in STATES)])
 
 
@@ -138,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = rename(disassemble(options.before, options.arch), options.rename)
     pairs = compare(before, disassemble(options.after, options.arch))
     print(table(pairs))
-    return 0 if all(pair.state in ("identical", "renamed") for pair in pairs) else 1
+    return 0 if all(state in ("identical", "renamed") for state, _, _ in pairs) else 1
 
 
 if __name__ == "__main__":

@@ -456,8 +456,8 @@ TOOLS = [
     ),
     Planted(
         "benchmarks/compare.py",
-        'self.after["low"] > self.before["high"] or',
-        'self.after["median"] > self.before["high"] or',
+        'after["low"] > before["high"] or',
+        'after["median"] > before["high"] or',
         "compare calls a time slower though the ranges of both files overlap.",
         tests="tests/test_tools.py",
     ),

@@ -26,7 +26,7 @@ from benchmarks import (
     results,
     run,
 )
-from benchmarks.table import table
+from benchmarks.table import WAYS, table
 from extension_cpp.command import info
 from extension_cpp.registration import calls
 from tests.opspec import Sample, as_tuple, leaves
@@ -319,11 +319,11 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     found = json.loads(path.read_text())
     assert {"device", "torch", "python", "shape", "calls", "rounds", "versions"} <= found["machine"].keys()
     measured = [(row["pass"], row["way"]) for row in found["rows"]]
-    assert measured == [(name, way) for name, (_, out) in host.PASSES.items() for way in host.WAYS if way not in out]
+    assert measured == [(name, way) for name, (_, out) in host.PASSES.items() for way in WAYS if way not in out]
     for row in found["rows"]:
         assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
     printed = capsys.readouterr().out
-    for word in (*host.PASSES, *host.WAYS, str(path)):
+    for word in (*host.PASSES, *WAYS, str(path)):
         assert word in printed
     low, time, high = (1e6 * found["rows"][0]["seconds"][figure] for figure in ("low", "median", "high"))
     assert f"{time:.1f} ({low:.1f} to {high:.1f})" in printed
@@ -334,13 +334,13 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
         assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
 
 
-@pytest.mark.parametrize("way", [way for way in host.WAYS if way != "shim"])  # the shim computes nothing
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "shim"])  # the shim computes nothing
 def test_the_ways_of_host_do_the_same(way, device) -> None:
-    one_call = host.Calls(device)
+    forward, both = host.layer_norms(device)
     with host.registered_plainly("layer_norm") if way == "register_autograd" else contextlib.nullcontext():
-        output, gradients = one_call.forward(way)(), one_call.forward_and_backward(way)()
-    torch.testing.assert_close(output[0] if way == "kernel" else output, one_call.forward("native")())
-    torch.testing.assert_close(list(gradients), list(one_call.forward_and_backward("native")()))
+        output, gradients = forward[way](), both[way]()
+    torch.testing.assert_close(output[0] if way == "kernel" else output, forward["native"]())
+    torch.testing.assert_close(list(gradients), list(both["native"]()))
 
 
 @pytest.mark.parametrize("spec", host.timed_specs().values(), ids=str)
@@ -443,8 +443,8 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
     slower = copy.deepcopy(row)
     slower["call_seconds"]["ours"] = {"low": 1e-4, "median": 2e-4, "high": 3e-4}
     found = compare.changes(*(made_up() | {"rows": [each]} for each in (row, slower)))
-    (change,) = (each for each in found if each.beyond)
-    assert change.name == "ours, call_seconds"
+    (name,) = (name for _, name, *times in found if compare.is_beyond(*times))
+    assert name == "ours, call_seconds"
     for (_, title), figure in zip(results.OTHERS, ("7.0", "9.0"), strict=True):
         assert title in printed and f" {figure}" in printed
         assert f"Small tensors, microseconds, {title}:" in text and f"| {figure} |" in text
@@ -530,9 +530,9 @@ def test_shapes_of_the_norms(monkeypatch) -> None:
     for case, names in ((cases[0], {"row"}), (cases[3], {"persistent", "pipeline"})):
         before = norm_plans.shape_of(case)
         picked.clear()
-        calls, _, failed = run.prepare(case, options, [])
+        calls, judge = run.prepare(case, options, [])
         shapes = [int(name.removeprefix("plan ")) for name in calls if name not in ("copy", "ours")]
-        assert not failed and picked == [before, *shapes] and before in shapes and len(shapes) > 2
+        assert not judge.wrong and picked == [before, *shapes] and before in shapes and len(shapes) > 2
         for name, call in calls.items():
             call()
             assert name in ("copy", "ours") or name == f"plan {picked[-1]}"

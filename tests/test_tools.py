@@ -56,8 +56,8 @@ def test_only_the_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_change_is_one_beyond_the_spread_of_both(low: float, median: float, high: float, beyond: bool) -> None:
     before = {"low": 0.96, "median": 1.0, "high": 1.04}
     after = {"low": low, "median": median, "high": high}
-    assert compare.Change({}, "ours", before, after).beyond is beyond
-    assert compare.Change({}, "ours", after, before).beyond is beyond
+    assert compare.is_beyond(before, after) is beyond
+    assert compare.is_beyond(after, before) is beyond
 
 
 @pytest.mark.parametrize("columns", [44, 80, 200])
