@@ -31,7 +31,7 @@ from rich.console import Console
 import extension_cpp
 from extension_cpp.__main__ import Parser, fail, run_command
 from extension_cpp.command import demo, demo_model
-from extension_cpp.command.demo_model import CannotRun, LanguageModel
+from extension_cpp.command.demo_model import CannotRun, LanguageModel, Training
 
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
@@ -141,31 +141,16 @@ class Mixer(nn.Module):
         return y
 
 
-def recurrent_model(recurrence: str, vocabulary: int, settings: Settings) -> LanguageModel:
-    """Makes the language model with a minGRU instead of attention. All other layers use this package's ops. The model
-    needs no position embedding, because the states depend on the position."""
-    model = LanguageModel(vocabulary, settings.width, settings.layers, partial(Mixer, recurrence, settings.width))
+def recurrent_training(recurrence: str, text: Text, settings: Settings) -> Training:
+    """Makes the training of the language model with a minGRU instead of attention. All other layers use this package's
+    ops. The model needs no position embedding, because the states depend on the position."""
+    torch.manual_seed(0)
+    mixer = partial(Mixer, recurrence, settings.width)
+    model = LanguageModel(len(text.alphabet), settings.width, settings.layers, mixer)
     extension_cpp.nn.convert(model)
     model.linear_loss = True
-    return model.to(settings.device)
-
-
-# ---- training ----
-
-
-class Training(demo_model.Training):
-    """Trains the model with one of the recurrences."""
-
-    def __init__(self, recurrence: str, text: Text, settings: Settings) -> None:
-        torch.manual_seed(0)
-        self.text, self.settings = text, settings
-        model = recurrent_model(recurrence, len(text.alphabet), settings)
-        super().__init__(model, model.parameters(), settings.learning_rate, settings.steps)
-
-    def backward(self, number: int) -> Tensor:
-        loss: Tensor = self.model(*batch(self.text.training, self.settings, number))
-        loss.backward()
-        return loss
+    draw = partial(batch, text.training, settings)
+    return Training(model.to(settings.device), draw, settings.learning_rate, settings.steps)
 
 
 # ---- showing ----
@@ -182,22 +167,15 @@ def tabulate(path: Path, trainings: dict[str, Training]) -> None:
 
 
 def draw(path: Path, trainings: dict[str, Training]) -> None:
-    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
-    top, left, right = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
     losses = {name: training.losses for name, training in trainings.items()}
     title, alone = "A small minGRU on text, float32", "name several for --recurrence"
-    colors = demo_model.draw_losses(top, left, losses, title, alone)
-    times = [1e3 * training.step_seconds() for training in trainings.values()]
-    bars = right.barh(list(trainings), times, color=list(colors.values()))
-    right.bar_label(bars, fmt="%.1f", padding=3)
-    right.margins(x=0.2)
-    right.invert_yaxis()
-    right.set(xlabel="ms a step, the median")
-    top.legend()
-    figure.savefig(path, dpi=120)
+    with demo_model.loss_picture(path, losses, title, alone, beside="times") as axes:
+        times = [1e3 * training.step_seconds() for training in trainings.values()]
+        bars = axes["times"].barh(list(trainings), times, color=[line.get_color() for line in axes["losses"].lines])
+        axes["times"].bar_label(bars, fmt="%.1f", padding=3)
+        axes["times"].margins(x=0.2)
+        axes["times"].invert_yaxis()
+        axes["times"].set(xlabel="ms a step, the median")
 
 
 # ---- the command ----
@@ -213,13 +191,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if not options.no_compile:
             demo.check_compiler("--recurrence torch", "; or add --no-compile")
         check_torch(settings)
-    trainings = {name: Training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
-    with demo_model.progress(console) as progress:
-        task = progress.add_task("", total=options.steps)
-        for _ in range(options.steps):
-            for training in trainings.values():  # in turns, so that other load on the machine slows all of them
-                training.step()
-            progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
+    trainings = {name: recurrent_training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
+    demo_model.train([*trainings.values()], console)
     for name, training in trainings.items():
         console.print(
             f"{name:5}  loss {training.losses[0]:.4f} at first, {training.losses[-1]:.4f} in the end  "

@@ -161,7 +161,10 @@ class Training(demo_model.Training):
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        super().__init__(self.model, groups, settings.learning_rate, settings.steps, keeps_gradients=graphs)
+        draw = partial(self.batch, text.training)
+        super().__init__(
+            self.model, draw, settings.learning_rate, settings.steps, parameters=groups, keeps_gradients=graphs
+        )
         self.validation: dict[int, float] = {}  # by step
 
     def parallelize(self, compiled: bool) -> nn.Module:
@@ -205,7 +208,7 @@ class Training(demo_model.Training):
             if self.keeps_gradients:
                 torch.compiler.cudagraph_mark_step_begin()
             with self.autocast():
-                loss = self.loss(*self.batch(self.text.training, number * accumulate + part))
+                loss = self.loss(*self.draw(number * accumulate + part))
             (loss / accumulate).backward()
             total += loss.detach() / accumulate
         return total
@@ -246,10 +249,10 @@ class Training(demo_model.Training):
 
     def write(self, length: int) -> str:
         """Returns text that the model writes after a newline."""
-        begin = [self.text.alphabet.tolist().index(ord("\n")) if ord("\n") in self.text.alphabet else 0]
+        alphabet = self.text.alphabet
+        begin = [alphabet.tolist().index(ord("\n")) if ord("\n") in alphabet else 0]
         with self.autocast():
-            tokens = demo_model.generate(self.model, begin, length, self.settings.context, temperature=0.7)
-        return bytes(self.text.alphabet[tokens[1:]].tolist()).decode(errors="replace")
+            return demo_model.generate(self.model, alphabet, begin, length, self.settings.context, temperature=0.7)[1:]
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -267,10 +270,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def draw(folder: Path, settings: Settings) -> Path:
     """Draws the curves of every run in the folder that has these settings."""
-    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     states = {}
     for ops in OPS:
         with contextlib.suppress(CannotRun):  # the other run has no readable checkpoint
@@ -279,12 +278,12 @@ def draw(folder: Path, settings: Settings) -> Path:
                 states[ops] = state
     losses = {f"{ops}, training": state["losses"] for ops, state in states.items()}
     title, alone = "A small GPT on text, bfloat16 autocast", "run the other --ops, too"
-    colors = demo_model.draw_losses(top, bottom, losses, title, alone)
-    for (ops, state), color in zip(states.items(), colors.values(), strict=True):
-        marker = "o" if ops == "ours" else "x"
-        top.plot(*zip(*state["validation"].items(), strict=True), marker, color=color, label=f"{ops}, validation")
-    top.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
+    with demo_model.loss_picture(folder / "loss.png", losses, title, alone) as axes:
+        top, drawn = axes["losses"], [*axes["losses"].lines]
+        for (ops, state), line in zip(states.items(), drawn, strict=True):
+            steps, values = zip(*state["validation"].items(), strict=True)
+            marker = "o" if ops == "ours" else "x"
+            top.plot(steps, values, marker, color=line.get_color(), label=f"{ops}, validation")
     return folder / "loss.png"
 
 
@@ -344,14 +343,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
     )
     if training.losses:
         console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", soft_wrap=True)
-    with demo_model.progress(console) as progress:
-        task = progress.add_task("compiling", total=options.steps, completed=len(training.losses))
-        while len(training.losses) < options.steps:
-            training.step()
-            if len(training.losses) % CHECKPOINT_EVERY == 0 or len(training.losses) == options.steps:
-                training.validate()
-                training.save(checkpoint)
-            progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
+
+    def keep() -> None:
+        if len(training.losses) % CHECKPOINT_EVERY == 0 or len(training.losses) == options.steps:
+            training.validate()
+            training.save(checkpoint)
+
+    demo_model.train([training], console, keep)
     if training.seconds:
         console.print(f"{1e3 * training.step_seconds():.1f} ms a step, the median")
     for step, loss in training.validation.items():
