@@ -31,7 +31,8 @@ from rich.console import Console
 import extension_cpp
 from extension_cpp.__main__ import Parser, fail, run_command
 from extension_cpp.command import demo, demo_model
-from extension_cpp.command.demo_model import CannotRun, LanguageModel, Training
+from extension_cpp.command.demo_model import LanguageModel, Training
+from extension_cpp.command.errors import CannotMake
 
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
@@ -102,14 +103,14 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_torch(settings: Settings) -> None:
-    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training reuses the code compiled here."""
+    """Raises CannotMake if PyTorch's scan, a prototype, cannot run here. The training reuses the code compiled here."""
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
         AssociativeScan.apply(a, b).backward(torch.ones_like(b))
     except Exception as error:  # raised by an import, Dynamo, Inductor or Triton
         reason = str(error).strip().partition("\n")[0]
-        raise CannotRun(
+        raise CannotMake(
             f"--recurrence torch: the associative_scan of PyTorch {torch.__version__} does not run here "
             f"({type(error).__name__}: {reason}); choose ours and loop"
         ) from error
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
             run(options, Console(highlight=False))
-    except CannotRun as error:
+    except CannotMake as error:
         return fail(str(error))
     return 0
 

@@ -45,7 +45,8 @@ from rich.console import Console
 
 from extension_cpp.command import demo, demo_model
 from extension_cpp.command.demo_model import CLIP as CLIP
-from extension_cpp.command.demo_model import WEIGHT_DECAY, Attention, CannotRun, LanguageModel
+from extension_cpp.command.demo_model import WEIGHT_DECAY, Attention, LanguageModel
+from extension_cpp.command.errors import CannotMake
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same steps
 WRITTEN = 400  # bytes that the model writes at the end
@@ -85,13 +86,13 @@ def read_text(path: Path | None) -> str:
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise CannotRun(f"--text {path}: {error.strerror}") from error
+        raise CannotMake(f"--text {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CannotRun(f"--text {path}: byte {error.start} is not UTF-8, so this is no text file") from error
+        raise CannotMake(f"--text {path}: byte {error.start} is not UTF-8, so this is no text file") from error
     if "\0" in text:
-        raise CannotRun(f"--text {path}: it has a zero byte, so this is no text file")
+        raise CannotMake(f"--text {path}: it has a zero byte, so this is no text file")
     if not text.strip():
-        raise CannotRun(f"--text {path}: the file is empty")
+        raise CannotMake(f"--text {path}: the file is empty")
     return text
 
 
@@ -111,7 +112,7 @@ class Text:
         kept = int(len(data) * VALIDATION_SHARE)
         if kept < context + 1:
             least = math.ceil((context + 1) / VALIDATION_SHARE)
-            raise CannotRun(
+            raise CannotMake(
                 f"the text has {len(data)} bytes, and at least {least} are needed: a tenth is kept for validation, in "
                 f"sequences of {context} bytes"
             )
@@ -153,7 +154,9 @@ class Training(demo_model.Training):
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
         if settings.batch % self.processes:
-            raise CannotRun(f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly")
+            raise CannotMake(
+                f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly"
+            )
         self.model = language_model(ops, len(text.alphabet), settings)
         self.loss: Any = self.parallelize(compiled) if parallel else self.model
         if compiled and not parallel:
@@ -179,13 +182,6 @@ class Training(demo_model.Training):
             fully_shard(module, mesh=mesh)
         return self.model
 
-    def reduce_gradients(self, value: bool) -> None:
-        """Sets whether the next backward averages the gradients over the processes, which is needed once per step."""
-        if self.parallel == "ddp":
-            self.loss.require_backward_grad_sync = value
-        elif self.parallel == "fsdp":
-            self.loss.set_requires_gradient_sync(value)
-
     def batch(self, text: Tensor, seed: int) -> list[Tensor]:
         """Returns this process's sequences of a batch."""
         return [tokens[self.rank :: self.processes] for tokens in batch(text, self.settings, seed)]
@@ -204,7 +200,11 @@ class Training(demo_model.Training):
         accumulate = self.settings.accumulate
         total = torch.zeros((), device=self.settings.device)
         for part in range(accumulate):
-            self.reduce_gradients(part == accumulate - 1)
+            is_last = part == accumulate - 1  # whose backward averages the gradients over the processes
+            if self.parallel == "ddp":
+                self.loss.require_backward_grad_sync = is_last
+            elif self.parallel == "fsdp":
+                self.loss.set_requires_gradient_sync(is_last)
             if self.keeps_gradients:
                 torch.compiler.cudagraph_mark_step_begin()
             with self.autocast():
@@ -238,11 +238,11 @@ class Training(demo_model.Training):
         ours = asdict(self.settings)
         other = [name for name in ours if state["settings"].get(name) != ours[name]]
         if other:
-            raise CannotRun(
+            raise CannotMake(
                 f"{path} was trained with another {' and '.join(other)}: add --restart, or name another --out"
             )
         if state["model"].keys() != self.model.state_dict().keys():
-            raise CannotRun(f"{path} has the parameters of another version's model: add --restart")
+            raise CannotMake(f"{path} has the parameters of another version's model: add --restart")
         self.losses, self.validation = state["losses"], state["validation"]
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
@@ -261,8 +261,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         if {"settings", "losses", "validation", "model", "optimizer"} <= state.keys():
             return state
     except Exception as error:  # raised by pickle, zip or the file system
-        raise CannotRun(f"{path} cannot be read ({error.__class__.__name__}): add --restart to begin anew") from error
-    raise CannotRun(f"{path} is not a checkpoint of this program: name another --out")
+        raise CannotMake(f"{path} cannot be read ({error.__class__.__name__}): add --restart to begin anew") from error
+    raise CannotMake(f"{path} is not a checkpoint of this program: name another --out")
 
 
 # ---- showing ----
@@ -272,7 +272,7 @@ def draw(folder: Path, settings: Settings) -> Path:
     """Draws the curves of every run in the folder that has these settings."""
     states = {}
     for ops in OPS:
-        with contextlib.suppress(CannotRun):  # the other run has no readable checkpoint
+        with contextlib.suppress(CannotMake):  # the other run has no readable checkpoint
             state = read_checkpoint(folder / f"{ops}.pt")
             if state["settings"] == asdict(settings):
                 states[ops] = state
@@ -307,15 +307,8 @@ def prepare(options: argparse.Namespace, sizes: dict[str, Any]) -> tuple[Text, S
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+        raise CannotMake(f"--out {options.out}: {error.strerror}") from error
     return text, Settings(device, options.steps, text.digest, **sizes[device]), remark
-
-
-def join(device: str) -> None:
-    """Joins the process group that torchrun describes in the environment."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -325,10 +318,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
     text, settings, remark = prepare(options, SIZES)
     device = settings.device
     if parallel:
-        join(device)
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     checkpoint = options.out / f"{options.ops}.pt"
     if options.graphs and (device == "cpu" or options.no_compile or parallel):
-        raise CannotRun("--graphs needs a GPU, torch.compile and a single process")
+        raise CannotMake("--graphs needs a GPU, torch.compile and a single process")
     training = Training(options.ops, text, settings, not options.no_compile, parallel, graphs=options.graphs)
     if options.restart and training.rank == 0:
         checkpoint.unlink(missing_ok=True)  # if this run saves nothing, the next must not resume from the old file
@@ -378,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         run(options, Console(quiet=not is_first, highlight=False))
-    except CannotRun as error:
+    except CannotMake as error:
         return fail(str(error))
     except KeyboardInterrupt:
         without = ", without --restart," if options.restart else ""

@@ -59,18 +59,9 @@ def find(name: str) -> torch._ops.OpOverload:
     return getattr(packet, overload)
 
 
-def as_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Returns the arguments and keyword arguments of a sample: a Sample, one value, or a tuple. If the last element of
-    a tuple is a dict, it has the keyword arguments."""
-    if hasattr(value, "kwargs"):
-        return value.args, value.kwargs
-    args = value if isinstance(value, tuple) else (value,)
-    return (args[:-1], args[-1]) if args and isinstance(args[-1], dict) else (args, {})
-
-
-def evaluated(text: str, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
+def evaluated(text: str, seed: int) -> Any:
     try:
-        return as_arguments(eval(text, {"torch": torch}))
+        return eval(text, {"torch": torch})
     except Exception as error:
         raise CannotMake(f"--sample {text} cannot be evaluated: {sentence(error)}") from None
 
@@ -81,25 +72,28 @@ def of_file(path: str) -> Any:
         space = runpy.run_path(path)
     except Exception as error:
         raise CannotMake(f"--spec {path} cannot be run: {sentence(error)}") from None
-    found = next((space[name] for name in ("spec", "SPEC", "samples") if name in space), None)
-    if found is None:
-        raise CannotMake(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
-    return found
+    for name in ("spec", "SPEC", "samples"):
+        if name in space:
+            return space[name]
+    raise CannotMake(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
 
 
-def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[int], Any]]:
+def sources(options: Namespace, spec: Any, device: str) -> Iterator[Callable[[int], Any]]:
     """Yields functions that draw a sample for a seed: one for each --sample, and one for each sample of the file."""
-    for text in texts:
+    for text in options.sample:
         yield functools.partial(evaluated, text)
 
     def every(seed: int, dtype: torch.dtype) -> list[Any]:
-        if callable(spec):
-            return list(spec(device, dtype))
-        make = checks.maker(device, dtype, seed=seed)
-        return [sample for shape in SHAPES for sample in spec.sample_inputs(make, shape)]
+        try:
+            if callable(spec):
+                return list(spec(device, dtype))
+            make = checks.maker(device, dtype, seed=seed)
+            return [sample for shape in SHAPES for sample in spec.sample_inputs(make, shape)]
+        except Exception as error:
+            raise CannotMake(f"a sample of {options.spec} cannot be made: {sentence(error)}") from None
 
-    def one(dtype: torch.dtype, number: int, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
-        return as_arguments(every(seed, dtype)[number])
+    def one(dtype: torch.dtype, number: int, seed: int) -> Any:
+        return every(seed, dtype)[number]
 
     for dtype in () if spec is None else getattr(spec, "dtypes", opspec.DTYPES):
         for number in range(len(every(0, dtype))):
@@ -139,15 +133,8 @@ def run(options: Namespace) -> int:
     print(op._schema)
     refused = []
     for device in devices(op, options.device):
-        try:
-            cases = [
-                Checked(op, source, reference, device, options.random)
-                for source in sources(options.sample, spec, device)
-            ]
-        except CannotMake:
-            raise
-        except Exception as error:
-            raise CannotMake(f"a sample of {options.spec} cannot be made: {sentence(error)}") from None
+        draws = sources(options, spec, device)
+        cases = [Checked(op, draw, reference, device, options.random) for draw in draws]
         if not cases:
             raise CannotMake("expected a sample, by --sample or --spec, but got none")
         for case in cases:

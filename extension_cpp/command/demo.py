@@ -24,7 +24,8 @@ from torch import Tensor
 import extension_cpp
 
 from . import demo_model, demo_table, info
-from .demo_model import Attention, CannotRun, LanguageModel, Training
+from .demo_model import Attention, LanguageModel, Training
+from .errors import CannotMake
 
 NAMES = ("converted", "as it is")
 CHECKED_STEPS = 50
@@ -134,23 +135,20 @@ def choose_device(asked: str | None) -> tuple[str, str]:
     machine = info.read_machine()
     problem = info.cuda_problem(info.read_build(), machine)
     if problem and asked == "cuda":
-        raise CannotRun(f"--device cuda: {problem}")
+        raise CannotMake(f"--device cuda: {problem}")
     return ("cpu", problem if machine.gpus else "") if problem else ("cuda", "")
 
 
 def check_compiler(what: str = "the demo", instead: str = "") -> None:
-    """Raises CannotRun if torch.compile would fail, because it needs a C++ compiler and the header Python.h."""
+    """Raises CannotMake if torch.compile would fail, because it needs a C++ compiler and the header Python.h."""
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name.split()[0]) is None:
-        raise CannotRun(
-            f"{what} uses torch.compile, which needs a C++ compiler, and '{name}' was not found: install one "
-            f"(Debian: apt install g++) or set CXX{instead}."
-        )
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise CannotRun(
-            f"{what} uses torch.compile, which needs Python's C headers, and this Python has none: install them "
-            f"(Debian: apt install python3-dev){instead}."
-        )
+        lacks = f"a C++ compiler, and '{name}' was not found: install one (Debian: apt install g++) or set CXX"
+    elif not Path(sysconfig.get_path("include"), "Python.h").exists():
+        lacks = "Python's C headers, and this Python has none: install them (Debian: apt install python3-dev)"
+    else:
+        return
+    raise CannotMake(f"{what} uses torch.compile, which needs {lacks}{instead}.")
 
 
 def describe(device: str) -> str:

@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import linear_cross_entropy
-from .errors import CannotMake
 
 BETAS, CLIP, WARMUP, WEIGHT_DECAY = (0.9, 0.95), 1.0, 20, 0.1
-
-
-class CannotRun(CannotMake):
-    """Says in one sentence why the demo or an example cannot run here."""
 
 
 # ---- the model ----
