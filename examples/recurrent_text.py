@@ -147,7 +147,7 @@ def recurrent_training(recurrence: str, text: Text, settings: Settings) -> Train
     ops. The model needs no position embedding, because the states depend on the position."""
     torch.manual_seed(0)
     mixer = partial(Mixer, recurrence, settings.width)
-    model = LanguageModel(len(text.alphabet), settings.width, settings.layers, mixer)
+    model = LanguageModel(len(text.alphabet), settings.width, settings.layers, mixer, bias=False)
     extension_cpp.nn.convert(model)
     model.linear_loss = True
     draw = partial(batch, text.training, settings)

@@ -128,7 +128,7 @@ def batch(text: Tensor, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
 
 def language_model(ops: str, vocabulary: int, settings: Settings) -> LanguageModel:
     mixer = partial(Attention, settings.width, settings.heads, settings.context, bias=True)
-    model = LanguageModel(vocabulary, settings.width, settings.layers, mixer, nn.LayerNorm, bias=True)
+    model = LanguageModel(vocabulary, settings.width, settings.layers, mixer, bias=True)
     if ops == "ours":
         extension_cpp.nn.convert(model)
         model.linear_loss = True
@@ -182,8 +182,7 @@ class Training(demo_model.Training):
             fully_shard(module, mesh=mesh)
         return self.model
 
-    def batch(self, text: Tensor, seed: int) -> list[Tensor]:
-        """Returns this process's sequences of a batch."""
+    def batch(self, text: Tensor, seed: int) -> list[Tensor]:  # this process's share
         return [tokens[self.rank :: self.processes] for tokens in batch(text, self.settings, seed)]
 
     def mean(self, loss: Tensor) -> float:
@@ -248,7 +247,6 @@ class Training(demo_model.Training):
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
 
     def write(self, length: int) -> str:
-        """Returns text that the model writes after a newline."""
         alphabet = self.text.alphabet
         begin = [alphabet.tolist().index(ord("\n")) if ord("\n") in alphabet else 0]
         with self.autocast():

@@ -13,8 +13,6 @@ import extension_cpp
 from .command import info, package, scaffold
 from .command.new import Parser, add_new, add_remove, add_schema, dispatch, run_command
 
-DEMO_NEEDS = ("rich", "matplotlib")
-
 
 def positive(text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d*", text):
@@ -119,8 +117,8 @@ def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
 
 
 def missing_for(what: str) -> str:
-    """Returns a message that names the packages of DEMO_NEEDS that are not installed, or "" if none is missing."""
-    names = " ".join(name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None)
+    """Returns a message that names the packages for the demo that are not installed, or "" if none is missing."""
+    names = " ".join(name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None)
     return f"{what} needs {names}, not installed here: {sys.executable} -m pip install {names}" if names else ""
 
 

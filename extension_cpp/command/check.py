@@ -1,7 +1,7 @@
 """`check` tests an operator that another package registered. docs/check.md lists the checks."""
 
 import functools
-import importlib
+import pkgutil
 import runpy
 import warnings
 from argparse import Namespace
@@ -35,11 +35,8 @@ def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[
 
 
 def load(text: str, what: str) -> Any:
-    """Imports the module that `text` names. For "MODULE:FUNCTION" it returns this attribute of the module."""
-    module, _, name = text.partition(":")
     try:
-        found = importlib.import_module(module)
-        return functools.reduce(getattr, name.split("."), found) if name else found
+        return pkgutil.resolve_name(text if ":" in text else f"{text}:")  # so that it imports the module as a whole
     except Exception as error:
         raise CannotMake(f"{what} {text} cannot be imported: {sentence(error)}") from None
 

@@ -4,6 +4,7 @@ The model reads bytes of the English text that comes with every Python, and uses
 model train on the same batches. One of them is changed by nn.convert before.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -51,27 +52,13 @@ def read_text() -> tuple[Tensor, Tensor]:
 
 def training(text: Tensor, vocabulary: int, device: str, steps: int) -> Training:
     torch.manual_seed(0)
-    model = LanguageModel(vocabulary, WIDTH, LAYERS, partial(Attention, WIDTH, HEADS, CONTEXT)).to(device)
+    mixer = partial(Attention, WIDTH, HEADS, CONTEXT, bias=False)
+    model = LanguageModel(vocabulary, WIDTH, LAYERS, mixer, bias=False).to(device)
     draw = partial(demo_model.sequences, text, BATCH, CONTEXT, device=device)
     return Training(model, draw, LEARNING_RATE, steps, WARMUP)
 
 
-def convert(model: LanguageModel, console: Console) -> None:
-    changed, left = extension_cpp.nn.convert(model)
-    counted = Counter(function for functions in changed.values() for function in functions.split(", "))
-    console.print(
-        f"extension_cpp.nn.convert(model): {', '.join(f'{count} x {name}' for name, count in counted.items())}; "
-        f"{len(left)} modules left as they were."
-    )
-
-
 # ---- showing ----
-
-
-def largest_difference(ours: Training, stock: Training) -> float:
-    """Returns the largest difference of the losses in the first CHECKED_STEPS steps, or NaN if one is NaN."""
-    pairs = torch.tensor([ours.losses, stock.losses], dtype=torch.float64)[:, :CHECKED_STEPS]
-    return float((pairs[0] - pairs[1]).abs().max())
 
 
 def show_losses(ours: Training, stock: Training, console: Console) -> None:
@@ -108,12 +95,10 @@ def compile_both(ours: Training, stock: Training, device: str, console: Console)
 def output_folder() -> Path:
     """Returns the folder out/ in the current folder, or a temporary folder if out/ cannot be written."""
     folder = Path("out")
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="extension_cpp_"))
+    can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    return folder if can_write else Path(tempfile.mkdtemp(prefix="extension_cpp_"))
 
 
 def draw(ours: Training, stock: Training, path: Path) -> None:
@@ -175,11 +160,17 @@ def run(asked_device: str | None, steps: int) -> int:
         f"{BATCH} x {CONTEXT} bytes",
     )
     ours, stock = (training(text, len(alphabet), device, steps) for _ in range(2))
-    convert(ours.model, console)
+    changed, left = extension_cpp.nn.convert(ours.model)
+    counted = Counter(function for functions in changed.values() for function in functions.split(", "))
+    console.print(
+        f"extension_cpp.nn.convert(model): {', '.join(f'{count} x {name}' for name, count in counted.items())}; "
+        f"{len(left)} modules left as they were."
+    )
     demo_model.train((ours, stock), console)
     show_losses(ours, stock, console)
     compile_both(ours, stock, device, console)
-    difference = largest_difference(ours, stock)
+    losses = torch.tensor([ours.losses, stock.losses], dtype=torch.float64)
+    difference = float(losses.diff(dim=0)[:, :CHECKED_STEPS].abs().max())  # NaN if a loss is NaN
     held = difference <= TOLERANCE
     verdict = "[green]agree[/green]" if held else "[red]DO NOT agree[/red]"
     console.print(

@@ -40,7 +40,7 @@ class Attention(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, width: int, heads: int, context: int, bias: bool = False) -> None:
+    def __init__(self, width: int, heads: int, context: int, bias: bool) -> None:
         super().__init__()
         self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
@@ -77,20 +77,14 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte, with embeddings, blocks, a norm and an output layer."""
+    """Predicts the next byte, with embeddings, blocks, a norm and an output layer. With `bias` the norms are LayerNorm,
+    and the linear layers of the blocks have biases. Else the norms are RMSNorm."""
 
     linear_loss = False  # whether linear_cross_entropy computes the loss; nn.convert replaces only transformers' losses
 
-    def __init__(
-        self,
-        vocabulary: int,
-        width: int,
-        layers: int,
-        mixer: Callable[[], nn.Module],
-        norm: Callable[[int], nn.Module] = nn.RMSNorm,
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, vocabulary: int, width: int, layers: int, mixer: Callable[[], nn.Module], bias: bool) -> None:
         super().__init__()
+        norm = nn.LayerNorm if bias else nn.RMSNorm
         self.token = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, mixer(), norm, bias) for _ in range(layers))
         self.norm = norm(width)
@@ -204,8 +198,7 @@ class Training:
         self.seconds.append(time.perf_counter() - began)
 
     def step_seconds(self) -> float:
-        """Returns the median time of a step, which the slower first steps hardly affect."""
-        return statistics.median(self.seconds)
+        return statistics.median(self.seconds)  # which the slower first steps hardly affect
 
 
 def train(trainings: Sequence[Training], console: Any, then: Callable[[], object] = lambda: None) -> None:

@@ -149,11 +149,11 @@ def _torch_or_driver_misfit(cuda: str, machine: Machine) -> str | None:
 
 def cuda_problem(build: Build, machine: Machine) -> str | None:
     """Returns why the operators cannot run on a GPU here, in one sentence, or None if they can."""
-    if build.cuda is None and not machine.gpus:
+    if machine.gpus:
+        return next(iter(misfits(build, machine)), None)
+    if build.cuda is None:
         return "This build has no CUDA kernels, and this machine has no NVIDIA GPU."
-    if not machine.gpus:
-        return "This machine has no NVIDIA GPU, or no driver for it."
-    return next(iter(misfits(build, machine)), None)
+    return "This machine has no NVIDIA GPU, or no driver for it."
 
 
 # ---- finding out ----
