@@ -165,9 +165,10 @@ class Training(demo_model.Training):
         others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         draw = partial(self.batch, text.training)
-        super().__init__(
-            self.model, draw, settings.learning_rate, settings.steps, parameters=groups, keeps_gradients=graphs
-        )
+        super().__init__(self.model, draw, settings.learning_rate, settings.steps, parameters=groups)
+        self.keeps_gradients = graphs
+        for parameter in self.model.parameters() if graphs else ():
+            parameter.grad = torch.zeros_like(parameter)
         self.validation: dict[int, float] = {}  # by step
 
     def parallelize(self, compiled: bool) -> nn.Module:
@@ -245,12 +246,6 @@ class Training(demo_model.Training):
         self.losses, self.validation = state["losses"], state["validation"]
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
-
-    def write(self, length: int) -> str:
-        alphabet = self.text.alphabet
-        begin = [alphabet.tolist().index(ord("\n")) if ord("\n") in alphabet else 0]
-        with self.autocast():
-            return demo_model.generate(self.model, alphabet, begin, length, self.settings.context, temperature=0.7)[1:]
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -349,10 +344,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}")
     if training.rank > 0:
         return
-    writer = Training(options.ops, text, settings, compiled=False)
-    writer.model.load_state_dict(read_checkpoint(checkpoint)["model"])
+    model = language_model(options.ops, len(text.alphabet), settings)  # neither compiled nor in parts
+    model.load_state_dict(read_checkpoint(checkpoint)["model"])
+    newline = text.alphabet.tolist().index(ord("\n")) if ord("\n") in text.alphabet else 0
+    with training.autocast():
+        written = demo_model.generate(model, text.alphabet, [newline], WRITTEN, settings.context, temperature=0.7)
     console.rule("what the model writes")
-    console.print(writer.write(WRITTEN), markup=False)
+    console.print(written[1:], markup=False)
     console.rule()
     console.print(f"The loss curves: {draw(options.out, settings)}", soft_wrap=True)
 

@@ -158,33 +158,30 @@ class Checked:
         found = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor)]
         return [i for i in found if not floating or sample.args[i].is_floating_point()]
 
-    def arguments(self, flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        values = tree_unflatten(list(flat), self.tree)
+    def called(self, function: Callable[..., Any], flat: Sequence[Any]) -> tuple[Any, list[Tensor]]:
+        """Calls a function with the arguments of a sample. Returns its result, and the copies that it wrote."""
+        given = [x.clone() if i in self.written else x for i, x in enumerate(flat)]
+        values = tree_unflatten(given, self.tree)
         count = len(values) - len(self.keys)
-        return values[:count], dict(zip(self.keys, values[count:], strict=True))
-
-    def with_copies(self, flat: Sequence[Any]) -> list[Any]:
-        return [x.clone() if i in self.written else x for i, x in enumerate(flat)]
+        result = function(*values[:count], **dict(zip(self.keys, values[count:], strict=True)))
+        return result, [given[i] for i in self.written]
 
     def call(self, *flat: Any, seed: int = 0) -> tuple[Tensor, ...]:
         """Returns the operator's results, followed by the arguments that it wrote. The list is cut to the number of the
         reference's results."""
-        given = self.with_copies(flat)
-        args, kwargs = self.arguments(given)
         if self.random:
             torch.manual_seed(seed)
-        results, returns = self.op(*args, **kwargs), self.op._schema.returns
-        own = [x for x, each in zip(opspec.as_tuple(results), returns, strict=False) if not is_written(each)]
-        return (*tensors(own), *(given[i] for i in self.written))[: self.count]
+        result, written = self.called(self.op, flat)
+        returns = zip(opspec.as_tuple(result), self.op._schema.returns, strict=False)
+        return (*tensors([x for x, each in returns if not is_written(each)]), *written)[: self.count]
 
     def right(self, *flat: Any) -> tuple[Tensor, ...]:
         """Returns the reference's results. If there are fewer than `count`, the arguments that it wrote follow."""
-        given = self.with_copies(flat)
-        args, kwargs = self.arguments(given)
         assert self.reference is not None
-        results = tensors(self.reference(*args, **kwargs))
+        result, written = self.called(self.reference, flat)
+        results = tensors(result)
         if len(results) < self.count:
-            results += [given[i] for i in self.written]
+            results += written
         flags = self.flags or [True] * len(results)
         return tuple(x if flag else x.detach() for x, flag in zip(results, flags, strict=True))
 

@@ -153,6 +153,10 @@ def generate(
 class Training:
     """Trains a model with AdamW, and records the loss and the seconds of each step."""
 
+    # Whether the gradients stay allocated, and each backward adds to them. Under CUDA graphs gradients that backward
+    # allocates are in the graph's memory, which the next forward overwrites.
+    keeps_gradients = False
+
     def __init__(
         self,
         model: LanguageModel,
@@ -161,18 +165,12 @@ class Training:
         steps: int,
         warmup: int = WARMUP,
         parameters: Any = None,
-        keeps_gradients: bool = False,
     ) -> None:
         """`draw` returns the sequences of a step, and the bytes after them. `parameters` are groups, as for an
-        optimizer, of all parameters. With `keeps_gradients` the gradient tensors stay allocated, and each backward adds
-        to them. Under CUDA graphs gradients that backward allocates are in the graph's memory, which the next forward
-        overwrites."""
+        optimizer, of all parameters."""
         self.model, self.draw, self.learning_rate, self.steps, self.warmup = model, draw, learning_rate, steps, warmup
         parameters = parameters or model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-        self.keeps_gradients = keeps_gradients
-        for parameter in model.parameters() if keeps_gradients else ():
-            parameter.grad = torch.zeros_like(parameter)
         self.losses: list[float] = []
         self.seconds: list[float] = []  # one for each step of this run
 
