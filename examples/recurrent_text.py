@@ -8,7 +8,6 @@ rounding separates their loss curves, and the times of a step can be compared.
 """
 
 import argparse
-import csv
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -62,8 +61,7 @@ def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
 
     # On a GPU with torch.compile this is one Triton kernel, and else log2(T) rounds of slices, products and sums.
     mode = "pointwise" if b.is_cuda else "generic"
-    states: Tensor = associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
-    return states
+    return associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
 
 
 # At a second shape, torch.compile without dynamic=False would try to compile one kernel for all shapes, and fail.
@@ -91,8 +89,7 @@ class AssociativeScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one gradient
-        gradients: tuple[Tensor, Tensor] = gradients_of(grad_h, *ctx.saved_tensors)
-        return gradients
+        return gradients_of(grad_h, *ctx.saved_tensors)
 
 
 RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -138,8 +135,7 @@ class Mixer(nn.Module):
         else:
             gate, candidate = self.gru.projection(x).chunk(2, dim=-1)
             states = RECURRENCES[self.recurrence](torch.sigmoid(-gate), torch.sigmoid(gate) * candidate)
-        y: Tensor = self.out(states)
-        return y
+        return self.out(states)
 
 
 def recurrent_training(recurrence: str, text: Text, settings: Settings) -> Training:
@@ -161,10 +157,8 @@ def tabulate(path: Path, trainings: dict[str, Training]) -> None:
     columns: dict[str, Iterable[object]] = {"step": range(1, len(next(iter(trainings.values())).losses) + 1)}
     columns |= {name: [f"{loss:.6f}" for loss in each.losses] for name, each in trainings.items()}
     columns |= {f"ms_{name}": [f"{1e3 * time:.2f}" for time in each.seconds] for name, each in trainings.items()}
-    with path.open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(columns)
-        table.writerows(zip(*columns.values(), strict=True))
+    rows = (columns, *zip(*columns.values(), strict=True))
+    path.write_text("".join(f"{','.join(map(str, row))}\n" for row in rows))
 
 
 def draw(path: Path, trainings: dict[str, Training]) -> None:

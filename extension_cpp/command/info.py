@@ -111,7 +111,22 @@ def misfits(build: Build, machine: Machine) -> list[str]:
                 f"used: install the CUDA toolkit (nvcc), and in a checkout run: USE_CUDA=1 {rebuild}"
             )
         return found
-    found += filter(None, [_torch_or_driver_misfit(build.cuda, machine)])
+    oldest = OLDEST_DRIVER.get(version(build.cuda)[0], 0)
+    if machine.driver is not None and version(machine.driver) < (oldest,):
+        found.append(
+            f"The NVIDIA driver is {machine.driver}, and this build's CUDA {build.cuda} needs {oldest} or newer: "
+            "update the driver (https://www.nvidia.com/drivers); until then the CPU operators work."
+        )
+    elif machine.torch is not None and machine.torch_cuda is None:  # without torch the package says so itself
+        found.append(
+            f"torch {machine.torch} was built without CUDA, so no tensor can be on the GPU: install a torch with CUDA "
+            "(https://pytorch.org/get-started/locally)."
+        )
+    elif machine.torch is not None and not machine.torch_sees_gpus:
+        found.append(
+            "nvidia-smi lists a GPU that torch does not see: look at CUDA_VISIBLE_DEVICES, and whether torch's CUDA "
+            f"{machine.torch_cuda} is newer than the driver ({machine.driver or 'unknown'})."
+        )
     # A driver compiles PTX only of CUDA versions that it supports. Machine code needs only the same major version.
     knows_ptx = machine.driver_cuda is None or version(machine.driver_cuda) >= version(build.cuda)
     for gpu in supported:
@@ -125,26 +140,6 @@ def misfits(build: Build, machine: Machine) -> list[str]:
             f"checkout run: {rebuild}"
         )
     return found
-
-
-def _torch_or_driver_misfit(cuda: str, machine: Machine) -> str | None:
-    oldest = OLDEST_DRIVER.get(version(cuda)[0], 0)
-    if machine.driver is not None and version(machine.driver) < (oldest,):
-        return (
-            f"The NVIDIA driver is {machine.driver}, and this build's CUDA {cuda} needs {oldest} or newer: update "
-            "the driver (https://www.nvidia.com/drivers); until then the CPU operators work."
-        )
-    if machine.torch is not None and machine.torch_cuda is None:  # without torch the package says so itself
-        return (
-            f"torch {machine.torch} was built without CUDA, so no tensor can be on the GPU: install a torch with CUDA "
-            "(https://pytorch.org/get-started/locally)."
-        )
-    if machine.torch is not None and not machine.torch_sees_gpus:
-        return (
-            "nvidia-smi lists a GPU that torch does not see: look at CUDA_VISIBLE_DEVICES, and whether torch's CUDA "
-            f"{machine.torch_cuda} is newer than the driver ({machine.driver or 'unknown'})."
-        )
-    return None
 
 
 def cuda_problem(build: Build, machine: Machine) -> str | None:
