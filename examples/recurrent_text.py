@@ -28,7 +28,7 @@ from examples.train_text import Settings, Text, add_options, batch, prepare
 from rich.console import Console
 
 import extension_cpp
-from extension_cpp.__main__ import Parser, fail, run_command
+from extension_cpp.__main__ import Parser, dispatch, run_command
 from extension_cpp.command import demo, demo_model
 from extension_cpp.command.demo_model import LanguageModel, Training
 from extension_cpp.command.errors import CannotMake
@@ -176,18 +176,20 @@ def draw(path: Path, trainings: dict[str, Training]) -> None:
 # ---- the command ----
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace) -> None:
+    console = Console(highlight=False)
     text, settings, remark = prepare(options, SIZES)
     device = settings.device
     if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 in the matrix products, for every recurrence
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}")
-    if "torch" in options.recurrence:
-        if not options.no_compile:
-            demo.check_compiler("--recurrence torch", "; or add --no-compile")
-        check_torch(settings)
-    trainings = {name: recurrent_training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
-    demo_model.train([*trainings.values()], console)
+    if "torch" in options.recurrence and not options.no_compile:
+        demo.check_compiler("--recurrence torch", "; or add --no-compile")
+    with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
+        if "torch" in options.recurrence:
+            check_torch(settings)
+        trainings = {name: recurrent_training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
+        demo_model.train([*trainings.values()], console)
     for name, training in trainings.items():
         console.print(
             f"{name:5}  loss {training.losses[0]:.4f} at first, {training.losses[-1]:.4f} in the end  "
@@ -205,13 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recurrence", choices=RECURRENCES, nargs="+", default=["ours"], help=turns)
     parser.add_argument("--no-compile", action="store_true", help="torch's associative_scan without torch.compile")
     add_options(parser, 200, "out/recurrent_text", "curves.csv, losses and times, and loss.png, their picture")
-    options = parser.parse_args(arguments)
-    try:
-        with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
-            run(options, Console(highlight=False))
-    except CannotMake as error:
-        return fail(str(error))
-    return 0
+    parser.set_defaults(command=parser.prog, run=run)
+    return dispatch(parser, arguments)
 
 
 if __name__ == "__main__":

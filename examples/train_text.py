@@ -37,14 +37,13 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
-from extension_cpp.__main__ import Parser, fail, missing_for, positive
+from extension_cpp.__main__ import Parser, missing_for, positive
 
 if missing := missing_for("this example"):
     sys.exit(f"error: {missing}")
 from rich.console import Console
 
 from extension_cpp.command import demo, demo_model
-from extension_cpp.command.demo_model import CLIP as CLIP
 from extension_cpp.command.demo_model import WEIGHT_DECAY, Attention, LanguageModel
 from extension_cpp.command.errors import CannotMake
 
@@ -370,7 +369,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(options, Console(quiet=not is_first, highlight=False))
     except CannotMake as error:
-        return fail(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         without = ", without --restart," if options.restart else ""
         told = f"Stopped; the same command{without} goes on from the last checkpoint."

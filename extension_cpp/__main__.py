@@ -11,6 +11,7 @@ from typing import Any
 import extension_cpp
 
 from .command import info, package, scaffold
+from .command.errors import CannotMake
 from .command.new import Parser, add_new, add_remove, add_schema, dispatch, run_command
 
 
@@ -122,14 +123,9 @@ def missing_for(what: str) -> str:
     return f"{what} needs {names}, not installed here: {sys.executable} -m pip install {names}" if names else ""
 
 
-def fail(message: object) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 1
-
-
 def run_demo(options: argparse.Namespace) -> int:
     if problem := extension_cpp.load_error or missing_for("the demo"):
-        return fail(problem)
+        raise CannotMake(problem)
     from .command import demo
 
     return demo.run(options.device, options.steps)

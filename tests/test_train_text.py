@@ -272,7 +272,7 @@ def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> N
     with training.autocast():
         loss = training.model(*(torch.cat(each) for each in zip(*parts, strict=True)))
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(training.model.parameters(), train_text.CLIP)
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), train_text.demo_model.CLIP)
     whole = torch.cat([parameter.grad.flatten() for parameter in training.model.parameters()])
     training.model.zero_grad()
     monkeypatch.setattr(training.optimizer, "zero_grad", lambda **_: None)
