@@ -75,19 +75,16 @@ def of_file(path: str) -> Any:
     raise CannotMake(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
 
 
-def sources(options: Namespace, spec: Any, device: str) -> Iterator[Callable[[int], Any]]:
+def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[int], Any]]:
     """Yields functions that draw a sample for a seed: one for each --sample, and one for each sample of the file."""
-    for text in options.sample:
+    for text in texts:
         yield functools.partial(evaluated, text)
 
     def every(seed: int, dtype: torch.dtype) -> list[Any]:
-        try:
-            if callable(spec):
-                return list(spec(device, dtype))
-            make = checks.maker(device, dtype, seed=seed)
-            return [sample for shape in SHAPES for sample in spec.sample_inputs(make, shape)]
-        except Exception as error:
-            raise CannotMake(f"a sample of {options.spec} cannot be made: {sentence(error)}") from None
+        if callable(spec):
+            return list(spec(device, dtype))
+        make = checks.maker(device, dtype, seed=seed)
+        return [sample for shape in SHAPES for sample in spec.sample_inputs(make, shape)]
 
     def one(dtype: torch.dtype, number: int, seed: int) -> Any:
         return every(seed, dtype)[number]
@@ -130,8 +127,13 @@ def run(options: Namespace) -> int:
     print(op._schema)
     refused = []
     for device in devices(op, options.device):
-        draws = sources(options, spec, device)
-        cases = [Checked(op, draw, reference, device, options.random) for draw in draws]
+        draws = sources(options.sample, spec, device)
+        try:
+            cases = [Checked(op, draw, reference, device, options.random) for draw in draws]
+        except CannotMake:
+            raise
+        except Exception as error:
+            raise CannotMake(f"a sample of {options.spec or '--sample'} cannot be made: {sentence(error)}") from None
         if not cases:
             raise CannotMake("expected a sample, by --sample or --spec, but got none")
         for case in cases:
