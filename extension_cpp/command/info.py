@@ -285,18 +285,6 @@ def print_plan(options: argparse.Namespace) -> None:
 # ---- the command ----
 
 
-def _built_lines(build: Build | None) -> list[str]:
-    if build is None:
-        return [f"library        {LIBRARY}", "               there is no such file, or it does not say what it is"]
-    cuda = f"{build.cuda}, for {', '.join(build.architectures)}" if build.cuda else "none: CPU only"
-    return [
-        f"library        {LIBRARY}",
-        f"CUDA           {cuda}",
-        f"CPU            {', '.join(build.cpu)} (each file once per instruction set, picked when loaded)",
-        f"kind           {'debug (-O0: slow)' if build.debug else 'release'}",
-    ]
-
-
 def _machine_lines(machine: Machine, level: str | None) -> list[str]:
     asked = os.environ.get("EXTENSION_CPP_CPU_LEVEL")
     lowered = f", EXTENSION_CPP_CPU_LEVEL={asked} is set" if asked else ""
@@ -323,6 +311,14 @@ def run(options: argparse.Namespace) -> int:
         return 0
     build, machine = search_build() if load_error else read_build(), read_machine()
     level = None if load_error else ask_library("cpu_level")
+    built = ["               there is no such file, or it does not say what it is"]
+    if build is not None:
+        cuda = f"{build.cuda}, for {', '.join(build.architectures)}" if build.cuda else "none: CPU only"
+        built = [
+            f"CUDA           {cuda}",
+            f"CPU            {', '.join(build.cpu)} (each file once per instruction set, picked when loaded)",
+            f"kind           {'debug (-O0: slow)' if build.debug else 'release'}",
+        ]
     torch_cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "no CUDA"
     problems = [*([str(load_error)] if load_error else []), *(misfits(build, machine) if build else [])]
     sections = {
@@ -332,7 +328,7 @@ def run(options: argparse.Namespace) -> int:
             f"Python         {platform.python_version()}",
             f"torch          {f'{machine.torch} ({torch_cuda})' if machine.torch else 'not installed'}",
         ],
-        "Built": _built_lines(build),
+        "Built": [f"library        {LIBRARY}", *built],
         "This machine": _machine_lines(machine, level),
     }
     if options.schemas:
