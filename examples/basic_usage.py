@@ -1,7 +1,6 @@
 """Shows forward, backward, training and timing: `python -m examples.basic_usage` in the root of a checkout."""
 
 import torch
-from torch import Tensor
 from torch.utils.benchmark import Timer
 
 import extension_cpp
@@ -43,15 +42,11 @@ def train(device: str, steps: int = 200) -> list[float]:
 def time(device: str) -> dict[str, float]:
     """Returns the microseconds of a forward call, for our op and for PyTorch."""
     x, bias = torch.randn(ROWS, FEATURES, device=device), torch.randn(FEATURES, device=device)
-
-    def ours() -> Tensor:
-        return extension_cpp.scale_bias_relu(x, bias, SCALE)
-
-    def pytorch() -> Tensor:
-        return torch.relu(x * SCALE + bias)
-
-    torch.testing.assert_close(ours(), pytorch())
-    calls = {"extension_cpp.scale_bias_relu": ours, "relu(x * scale + bias)": pytorch}
+    calls = {
+        "extension_cpp.scale_bias_relu": lambda: extension_cpp.scale_bias_relu(x, bias, SCALE),
+        "relu(x * scale + bias)": lambda: torch.relu(x * SCALE + bias),
+    }
+    torch.testing.assert_close(*(call() for call in calls.values()))
     threads = torch.get_num_threads()
     timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
     return {name: timer.blocked_autorange(min_run_time=0.5).median * 1e6 for name, timer in timers.items()}

@@ -8,7 +8,6 @@ rounding separates their loss curves, and the times of a step can be compared.
 """
 
 import argparse
-import csv
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -29,9 +28,10 @@ from examples.train_text import Settings, Text, add_options, batch, prepare
 from rich.console import Console
 
 import extension_cpp
-from extension_cpp.__main__ import Parser, fail, run_command
+from extension_cpp.__main__ import Parser, dispatch, run_command
 from extension_cpp.command import demo, demo_model
-from extension_cpp.command.demo_model import CannotRun, LanguageModel
+from extension_cpp.command.demo_model import LanguageModel, Training
+from extension_cpp.command.errors import CannotMake
 
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
@@ -61,8 +61,7 @@ def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
 
     # On a GPU with torch.compile this is one Triton kernel, and else log2(T) rounds of slices, products and sums.
     mode = "pointwise" if b.is_cuda else "generic"
-    states: Tensor = associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
-    return states
+    return associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
 
 
 # At a second shape, torch.compile without dynamic=False would try to compile one kernel for all shapes, and fail.
@@ -90,8 +89,7 @@ class AssociativeScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one gradient
-        gradients: tuple[Tensor, Tensor] = gradients_of(grad_h, *ctx.saved_tensors)
-        return gradients
+        return gradients_of(grad_h, *ctx.saved_tensors)
 
 
 RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -102,14 +100,14 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_torch(settings: Settings) -> None:
-    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training reuses the code compiled here."""
+    """Raises CannotMake if PyTorch's scan, a prototype, cannot run here. The training reuses the code compiled here."""
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
         AssociativeScan.apply(a, b).backward(torch.ones_like(b))
     except Exception as error:  # raised by an import, Dynamo, Inductor or Triton
         reason = str(error).strip().partition("\n")[0]
-        raise CannotRun(
+        raise CannotMake(
             f"--recurrence torch: the associative_scan of PyTorch {torch.__version__} does not run here "
             f"({type(error).__name__}: {reason}); choose ours and loop"
         ) from error
@@ -137,35 +135,19 @@ class Mixer(nn.Module):
         else:
             gate, candidate = self.gru.projection(x).chunk(2, dim=-1)
             states = RECURRENCES[self.recurrence](torch.sigmoid(-gate), torch.sigmoid(gate) * candidate)
-        y: Tensor = self.out(states)
-        return y
+        return self.out(states)
 
 
-def recurrent_model(recurrence: str, vocabulary: int, settings: Settings) -> LanguageModel:
-    """Makes the language model with a minGRU instead of attention. All other layers use this package's ops. The model
-    needs no position embedding, because the states depend on the position."""
-    model = LanguageModel(vocabulary, settings.width, settings.layers, partial(Mixer, recurrence, settings.width))
+def recurrent_training(recurrence: str, text: Text, settings: Settings) -> Training:
+    """Makes the training of the language model with a minGRU instead of attention. All other layers use this package's
+    ops. The model needs no position embedding, because the states depend on the position."""
+    torch.manual_seed(0)
+    mixer = partial(Mixer, recurrence, settings.width)
+    model = LanguageModel(len(text.alphabet), settings.width, settings.layers, mixer, bias=False)
     extension_cpp.nn.convert(model)
     model.linear_loss = True
-    return model.to(settings.device)
-
-
-# ---- training ----
-
-
-class Training(demo_model.Training):
-    """Trains the model with one of the recurrences."""
-
-    def __init__(self, recurrence: str, text: Text, settings: Settings) -> None:
-        torch.manual_seed(0)
-        self.text, self.settings = text, settings
-        model = recurrent_model(recurrence, len(text.alphabet), settings)
-        super().__init__(model, model.parameters(), settings.learning_rate, settings.steps)
-
-    def backward(self, number: int) -> Tensor:
-        loss: Tensor = self.model(*batch(self.text.training, self.settings, number))
-        loss.backward()
-        return loss
+    draw = partial(batch, text.training, settings)
+    return Training(model.to(settings.device), draw, settings.learning_rate, settings.steps)
 
 
 # ---- showing ----
@@ -175,51 +157,39 @@ def tabulate(path: Path, trainings: dict[str, Training]) -> None:
     columns: dict[str, Iterable[object]] = {"step": range(1, len(next(iter(trainings.values())).losses) + 1)}
     columns |= {name: [f"{loss:.6f}" for loss in each.losses] for name, each in trainings.items()}
     columns |= {f"ms_{name}": [f"{1e3 * time:.2f}" for time in each.seconds] for name, each in trainings.items()}
-    with path.open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(columns)
-        table.writerows(zip(*columns.values(), strict=True))
+    rows = (columns, *zip(*columns.values(), strict=True))
+    path.write_text("".join(f"{','.join(map(str, row))}\n" for row in rows))
 
 
 def draw(path: Path, trainings: dict[str, Training]) -> None:
-    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
-    top, left, right = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
     losses = {name: training.losses for name, training in trainings.items()}
     title, alone = "A small minGRU on text, float32", "name several for --recurrence"
-    colors = demo_model.draw_losses(top, left, losses, title, alone)
-    times = [1e3 * training.step_seconds() for training in trainings.values()]
-    bars = right.barh(list(trainings), times, color=list(colors.values()))
-    right.bar_label(bars, fmt="%.1f", padding=3)
-    right.margins(x=0.2)
-    right.invert_yaxis()
-    right.set(xlabel="ms a step, the median")
-    top.legend()
-    figure.savefig(path, dpi=120)
+    with demo_model.loss_picture(path, losses, title, alone, beside="times") as axes:
+        times = [1e3 * training.step_seconds() for training in trainings.values()]
+        bars = axes["times"].barh(list(trainings), times, color=[line.get_color() for line in axes["losses"].lines])
+        axes["times"].bar_label(bars, fmt="%.1f", padding=3)
+        axes["times"].margins(x=0.2)
+        axes["times"].invert_yaxis()
+        axes["times"].set(xlabel="ms a step, the median")
 
 
 # ---- the command ----
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace) -> None:
+    console = Console(highlight=False)
     text, settings, remark = prepare(options, SIZES)
     device = settings.device
     if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 in the matrix products, for every recurrence
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}")
-    if "torch" in options.recurrence:
-        if not options.no_compile:
-            demo.check_compiler("--recurrence torch", "; or add --no-compile")
-        check_torch(settings)
-    trainings = {name: Training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
-    with demo_model.progress(console) as progress:
-        task = progress.add_task("", total=options.steps)
-        for _ in range(options.steps):
-            for training in trainings.values():  # in turns, so that other load on the machine slows all of them
-                training.step()
-            progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
+    if "torch" in options.recurrence and not options.no_compile:
+        demo.check_compiler("--recurrence torch", "; or add --no-compile")
+    with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
+        if "torch" in options.recurrence:
+            check_torch(settings)
+        trainings = {name: recurrent_training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
+        demo_model.train([*trainings.values()], console)
     for name, training in trainings.items():
         console.print(
             f"{name:5}  loss {training.losses[0]:.4f} at first, {training.losses[-1]:.4f} in the end  "
@@ -237,13 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recurrence", choices=RECURRENCES, nargs="+", default=["ours"], help=turns)
     parser.add_argument("--no-compile", action="store_true", help="torch's associative_scan without torch.compile")
     add_options(parser, 200, "out/recurrent_text", "curves.csv, losses and times, and loss.png, their picture")
-    options = parser.parse_args(arguments)
-    try:
-        with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
-            run(options, Console(highlight=False))
-    except CannotRun as error:
-        return fail(str(error))
-    return 0
+    parser.set_defaults(command=parser.prog, run=run)
+    return dispatch(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
-from extension_cpp.__main__ import Parser, fail, missing_for, positive
+from extension_cpp.__main__ import Parser, missing_for, positive
 
 if missing := missing_for("this example"):
     sys.exit(f"error: {missing}")
 from rich.console import Console
 
 from extension_cpp.command import demo, demo_model
-from extension_cpp.command.demo_model import CLIP as CLIP
-from extension_cpp.command.demo_model import WEIGHT_DECAY, Attention, CannotRun, LanguageModel
+from extension_cpp.command.demo_model import WEIGHT_DECAY, Attention, LanguageModel
+from extension_cpp.command.errors import CannotMake
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same steps
 WRITTEN = 400  # bytes that the model writes at the end
@@ -85,13 +85,13 @@ def read_text(path: Path | None) -> str:
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise CannotRun(f"--text {path}: {error.strerror}") from error
+        raise CannotMake(f"--text {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CannotRun(f"--text {path}: byte {error.start} is not UTF-8, so this is no text file") from error
+        raise CannotMake(f"--text {path}: byte {error.start} is not UTF-8, so this is no text file") from error
     if "\0" in text:
-        raise CannotRun(f"--text {path}: it has a zero byte, so this is no text file")
+        raise CannotMake(f"--text {path}: it has a zero byte, so this is no text file")
     if not text.strip():
-        raise CannotRun(f"--text {path}: the file is empty")
+        raise CannotMake(f"--text {path}: the file is empty")
     return text
 
 
@@ -111,7 +111,7 @@ class Text:
         kept = int(len(data) * VALIDATION_SHARE)
         if kept < context + 1:
             least = math.ceil((context + 1) / VALIDATION_SHARE)
-            raise CannotRun(
+            raise CannotMake(
                 f"the text has {len(data)} bytes, and at least {least} are needed: a tenth is kept for validation, in "
                 f"sequences of {context} bytes"
             )
@@ -127,7 +127,7 @@ def batch(text: Tensor, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
 
 def language_model(ops: str, vocabulary: int, settings: Settings) -> LanguageModel:
     mixer = partial(Attention, settings.width, settings.heads, settings.context, bias=True)
-    model = LanguageModel(vocabulary, settings.width, settings.layers, mixer, nn.LayerNorm, bias=True)
+    model = LanguageModel(vocabulary, settings.width, settings.layers, mixer, bias=True)
     if ops == "ours":
         extension_cpp.nn.convert(model)
         model.linear_loss = True
@@ -153,7 +153,9 @@ class Training(demo_model.Training):
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
         if settings.batch % self.processes:
-            raise CannotRun(f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly")
+            raise CannotMake(
+                f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly"
+            )
         self.model = language_model(ops, len(text.alphabet), settings)
         self.loss: Any = self.parallelize(compiled) if parallel else self.model
         if compiled and not parallel:
@@ -161,7 +163,11 @@ class Training(demo_model.Training):
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        super().__init__(self.model, groups, settings.learning_rate, settings.steps, keeps_gradients=graphs)
+        draw = partial(self.batch, text.training)
+        super().__init__(self.model, draw, settings.learning_rate, settings.steps, parameters=groups)
+        self.keeps_gradients = graphs
+        for parameter in self.model.parameters() if graphs else ():
+            parameter.grad = torch.zeros_like(parameter)
         self.validation: dict[int, float] = {}  # by step
 
     def parallelize(self, compiled: bool) -> nn.Module:
@@ -176,15 +182,7 @@ class Training(demo_model.Training):
             fully_shard(module, mesh=mesh)
         return self.model
 
-    def reduce_gradients(self, value: bool) -> None:
-        """Sets whether the next backward averages the gradients over the processes, which is needed once per step."""
-        if self.parallel == "ddp":
-            self.loss.require_backward_grad_sync = value
-        elif self.parallel == "fsdp":
-            self.loss.set_requires_gradient_sync(value)
-
-    def batch(self, text: Tensor, seed: int) -> list[Tensor]:
-        """Returns this process's sequences of a batch."""
+    def batch(self, text: Tensor, seed: int) -> list[Tensor]:  # this process's share
         return [tokens[self.rank :: self.processes] for tokens in batch(text, self.settings, seed)]
 
     def mean(self, loss: Tensor) -> float:
@@ -201,11 +199,15 @@ class Training(demo_model.Training):
         accumulate = self.settings.accumulate
         total = torch.zeros((), device=self.settings.device)
         for part in range(accumulate):
-            self.reduce_gradients(part == accumulate - 1)
+            is_last = part == accumulate - 1  # whose backward averages the gradients over the processes
+            if self.parallel == "ddp":
+                self.loss.require_backward_grad_sync = is_last
+            elif self.parallel == "fsdp":
+                self.loss.set_requires_gradient_sync(is_last)
             if self.keeps_gradients:
                 torch.compiler.cudagraph_mark_step_begin()
             with self.autocast():
-                loss = self.loss(*self.batch(self.text.training, number * accumulate + part))
+                loss = self.loss(*self.draw(number * accumulate + part))
             (loss / accumulate).backward()
             total += loss.detach() / accumulate
         return total
@@ -235,21 +237,14 @@ class Training(demo_model.Training):
         ours = asdict(self.settings)
         other = [name for name in ours if state["settings"].get(name) != ours[name]]
         if other:
-            raise CannotRun(
+            raise CannotMake(
                 f"{path} was trained with another {' and '.join(other)}: add --restart, or name another --out"
             )
         if state["model"].keys() != self.model.state_dict().keys():
-            raise CannotRun(f"{path} has the parameters of another version's model: add --restart")
+            raise CannotMake(f"{path} has the parameters of another version's model: add --restart")
         self.losses, self.validation = state["losses"], state["validation"]
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
-
-    def write(self, length: int) -> str:
-        """Returns text that the model writes after a newline."""
-        begin = [self.text.alphabet.tolist().index(ord("\n")) if ord("\n") in self.text.alphabet else 0]
-        with self.autocast():
-            tokens = demo_model.generate(self.model, begin, length, self.settings.context, temperature=0.7)
-        return bytes(self.text.alphabet[tokens[1:]].tolist()).decode(errors="replace")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -258,8 +253,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         if {"settings", "losses", "validation", "model", "optimizer"} <= state.keys():
             return state
     except Exception as error:  # raised by pickle, zip or the file system
-        raise CannotRun(f"{path} cannot be read ({error.__class__.__name__}): add --restart to begin anew") from error
-    raise CannotRun(f"{path} is not a checkpoint of this program: name another --out")
+        raise CannotMake(f"{path} cannot be read ({error.__class__.__name__}): add --restart to begin anew") from error
+    raise CannotMake(f"{path} is not a checkpoint of this program: name another --out")
 
 
 # ---- showing ----
@@ -267,24 +262,20 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def draw(folder: Path, settings: Settings) -> Path:
     """Draws the curves of every run in the folder that has these settings."""
-    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     states = {}
     for ops in OPS:
-        with contextlib.suppress(CannotRun):  # the other run has no readable checkpoint
+        with contextlib.suppress(CannotMake):  # the other run has no readable checkpoint
             state = read_checkpoint(folder / f"{ops}.pt")
             if state["settings"] == asdict(settings):
                 states[ops] = state
     losses = {f"{ops}, training": state["losses"] for ops, state in states.items()}
     title, alone = "A small GPT on text, bfloat16 autocast", "run the other --ops, too"
-    colors = demo_model.draw_losses(top, bottom, losses, title, alone)
-    for (ops, state), color in zip(states.items(), colors.values(), strict=True):
-        marker = "o" if ops == "ours" else "x"
-        top.plot(*zip(*state["validation"].items(), strict=True), marker, color=color, label=f"{ops}, validation")
-    top.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
+    with demo_model.loss_picture(folder / "loss.png", losses, title, alone) as axes:
+        top, drawn = axes["losses"], [*axes["losses"].lines]
+        for (ops, state), line in zip(states.items(), drawn, strict=True):
+            steps, values = zip(*state["validation"].items(), strict=True)
+            marker = "o" if ops == "ours" else "x"
+            top.plot(steps, values, marker, color=line.get_color(), label=f"{ops}, validation")
     return folder / "loss.png"
 
 
@@ -308,15 +299,8 @@ def prepare(options: argparse.Namespace, sizes: dict[str, Any]) -> tuple[Text, S
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+        raise CannotMake(f"--out {options.out}: {error.strerror}") from error
     return text, Settings(device, options.steps, text.digest, **sizes[device]), remark
-
-
-def join(device: str) -> None:
-    """Joins the process group that torchrun describes in the environment."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -326,10 +310,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
     text, settings, remark = prepare(options, SIZES)
     device = settings.device
     if parallel:
-        join(device)
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     checkpoint = options.out / f"{options.ops}.pt"
     if options.graphs and (device == "cpu" or options.no_compile or parallel):
-        raise CannotRun("--graphs needs a GPU, torch.compile and a single process")
+        raise CannotMake("--graphs needs a GPU, torch.compile and a single process")
     training = Training(options.ops, text, settings, not options.no_compile, parallel, graphs=options.graphs)
     if options.restart and training.rank == 0:
         checkpoint.unlink(missing_ok=True)  # if this run saves nothing, the next must not resume from the old file
@@ -344,24 +330,26 @@ def run(options: argparse.Namespace, console: Console) -> None:
     )
     if training.losses:
         console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", soft_wrap=True)
-    with demo_model.progress(console) as progress:
-        task = progress.add_task("compiling", total=options.steps, completed=len(training.losses))
-        while len(training.losses) < options.steps:
-            training.step()
-            if len(training.losses) % CHECKPOINT_EVERY == 0 or len(training.losses) == options.steps:
-                training.validate()
-                training.save(checkpoint)
-            progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
+
+    def keep() -> None:
+        if len(training.losses) % CHECKPOINT_EVERY == 0 or len(training.losses) == options.steps:
+            training.validate()
+            training.save(checkpoint)
+
+    demo_model.train([training], console, keep)
     if training.seconds:
         console.print(f"{1e3 * training.step_seconds():.1f} ms a step, the median")
     for step, loss in training.validation.items():
         console.print(f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}")
     if training.rank > 0:
         return
-    writer = Training(options.ops, text, settings, compiled=False)
-    writer.model.load_state_dict(read_checkpoint(checkpoint)["model"])
+    model = language_model(options.ops, len(text.alphabet), settings)  # neither compiled nor in parts
+    model.load_state_dict(read_checkpoint(checkpoint)["model"])
+    newline = text.alphabet.tolist().index(ord("\n")) if ord("\n") in text.alphabet else 0
+    with training.autocast():
+        written = demo_model.generate(model, text.alphabet, [newline], WRITTEN, settings.context, temperature=0.7)
     console.rule("what the model writes")
-    console.print(writer.write(WRITTEN), markup=False)
+    console.print(written[1:], markup=False)
     console.rule()
     console.print(f"The loss curves: {draw(options.out, settings)}", soft_wrap=True)
 
@@ -380,8 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         run(options, Console(quiet=not is_first, highlight=False))
-    except CannotRun as error:
-        return fail(str(error))
+    except CannotMake as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         without = ", without --restart," if options.restart else ""
         told = f"Stopped; the same command{without} goes on from the last checkpoint."

@@ -10,11 +10,9 @@ from typing import Any
 
 import extension_cpp
 
-from .command import package, scaffold
+from .command import info, package, scaffold
 from .command.errors import CannotMake
 from .command.new import Parser, add_new, add_remove, add_schema, dispatch, run_command
-
-DEMO_NEEDS = ("rich", "matplotlib")
 
 
 def positive(text: str) -> int:
@@ -51,8 +49,15 @@ def parser() -> Parser:
         "cannot be used here. With --plan: which GPU kernel a norm runs, and in which shape.",
     )
     information.add_argument("--schemas", action="store_true", help="print the schema of every operator, too")
-    add_plan(information)
-    information.set_defaults(run=run_info)
+    information.add_argument(
+        "--plan",
+        nargs=3,
+        metavar=("OP", "DTYPE", "ROWSxCOLS"),
+        help="print how an H100 would run a norm, such as: --plan rms_norm bfloat16 4096x5120",
+    )
+    information.add_argument("--backward", action="store_true", help="with --plan: its backward")
+    information.add_argument("--weights", metavar="DTYPE", help="with --plan: the type of the weights")
+    information.set_defaults(run=info.run)
     new = add_new(
         commands,
         "Makes an op of a schema, or copies a template under another name: kernels, schema, Python function, "
@@ -90,33 +95,6 @@ def add_check(commands: Any) -> None:
     check.set_defaults(run=run_check)
 
 
-def add_plan(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--plan",
-        nargs=3,
-        metavar=("OP", "DTYPE", "ROWSxCOLS"),
-        help="print how an H100 would run a norm, such as: --plan rms_norm bfloat16 4096x5120",
-    )
-    command.add_argument("--backward", action="store_true", help="with --plan: its backward")
-    command.add_argument("--weights", metavar="DTYPE", help="with --plan: the type of the weights")
-
-
-def plan_arguments(options: argparse.Namespace) -> tuple[str, str, int, int]:
-    """Checks the three arguments of --plan, and returns the op, the dtype and the numbers of rows and columns."""
-    from .command import info
-
-    op, dtype, shape = options.plan
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
-    if op not in info.NORMS:
-        raise CannotMake(f"expected OP to be one of {', '.join(info.NORMS)}, but got '{op}'")
-    for name in (dtype, options.weights or dtype):
-        if name not in info.DTYPES:
-            raise CannotMake(f"expected DTYPE to be one of {', '.join(info.DTYPES)}, but got '{name}'")
-    if match is None:
-        raise CannotMake(f"expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
-    return op, dtype, int(match[1]), int(match[2])
-
-
 def add_package(commands: "argparse._SubParsersAction[Parser]") -> None:
     command = commands.add_parser(
         "new-package",
@@ -140,32 +118,17 @@ def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
 
 
 def missing_for(what: str) -> str:
-    """Returns a message that names the packages of DEMO_NEEDS that are not installed, or "" if none is missing."""
-    names = " ".join(name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None)
+    """Returns a message that names the packages for the demo that are not installed, or "" if none is missing."""
+    names = " ".join(name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None)
     return f"{what} needs {names}, not installed here: {sys.executable} -m pip install {names}" if names else ""
-
-
-def fail(message: object) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 1
 
 
 def run_demo(options: argparse.Namespace) -> int:
     if problem := extension_cpp.load_error or missing_for("the demo"):
-        return fail(problem)
+        raise CannotMake(problem)
     from .command import demo
 
     return demo.run(options.device, options.steps)
-
-
-def run_info(options: argparse.Namespace) -> int:
-    from .command import info
-
-    if (options.backward or options.weights) and not options.plan:
-        return fail("--backward and --weights go with --plan")
-    if options.plan and not extension_cpp.load_error:
-        return info.run_plan(*plan_arguments(options), options.backward, options.weights)
-    return info.run(str(extension_cpp.load_error or ""), options.schemas)
 
 
 def run_check(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import torch
 
 import extension_cpp
 from extension_cpp import __main__ as command
-from extension_cpp.command import demo, demo_table, info
+from extension_cpp.command import demo, demo_model, demo_table, info
 from extension_cpp.command.info import Build, Gpu, Machine
 from tests.forked import python
 
@@ -62,9 +62,9 @@ def test_demo(tmp_path):
     assert "Traceback" not in done.stderr  # it may contain warnings of torch, for example about the Python version
 
 
-def trained(name: str, losses: list[float]) -> demo.Run:
+def trained(losses: list[float]) -> demo_model.Training:
     alphabet, text = demo.read_text()
-    run = demo.Run(name, text, len(alphabet), "cpu", len(losses))
+    run = demo.training(text, len(alphabet), "cpu", len(losses))
     run.losses, run.seconds = losses, [1.0] * len(losses)
     return run
 
@@ -76,10 +76,12 @@ def trained(name: str, losses: list[float]) -> demo.Run:
 def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, difference, status):
     ours = [4.0] * 60
     ours[step] += difference
-    monkeypatch.setattr(demo, "train", lambda *_: (trained("ours", ours), trained("stock", [4.0] * 60)))
+    runs = iter([trained(ours), trained([4.0] * 60)])
+    monkeypatch.setattr(demo, "training", lambda *_: next(runs))
+    monkeypatch.setattr(demo_model, "train", lambda *_: None)
     monkeypatch.setattr(demo.demo_table, "show", lambda *_: None)
     monkeypatch.setattr(demo, "compile_both", lambda *_: None)
-    monkeypatch.setattr(demo, "write", lambda *_: "text")
+    monkeypatch.setattr(demo_model, "generate", lambda *_, temperature: "text")
     monkeypatch.setattr(demo, "draw", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     assert command.main(["demo", "--device", "cpu"]) == status

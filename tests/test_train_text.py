@@ -145,7 +145,7 @@ def test_processes_that_cannot_share_a_batch(monkeypatch: pytest.MonkeyPatch) ->
     settings = train_text.Settings("cpu", 2, text.digest, **SIZES)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(train_text.CannotRun, match="3 processes cannot share the 4 sequences of a batch evenly"):
+    with pytest.raises(train_text.CannotMake, match="3 processes cannot share the 4 sequences of a batch evenly"):
         train_text.Training("ours", text, settings, compiled=False, parallel="ddp")
 
 
@@ -272,7 +272,7 @@ def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> N
     with training.autocast():
         loss = training.model(*(torch.cat(each) for each in zip(*parts, strict=True)))
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(training.model.parameters(), train_text.CLIP)
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), train_text.demo_model.CLIP)
     whole = torch.cat([parameter.grad.flatten() for parameter in training.model.parameters()])
     training.model.zero_grad()
     monkeypatch.setattr(training.optimizer, "zero_grad", lambda **_: None)

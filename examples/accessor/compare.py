@@ -55,11 +55,6 @@ def build_ours(device: str) -> tuple[float, int]:
         return time.perf_counter() - start, len(objects)
 
 
-def contenders() -> dict[str, Callable[[Tensor], Tensor]]:
-    accessor = torch.ops.accessor_mish.forward
-    return {"ours": extension_cpp.mish, "accessor": accessor, "eager": torch.nn.functional.mish}
-
-
 def microseconds(call: Callable[[], object], seconds: float) -> float:
     """Returns the median microseconds of a call. On a GPU the timer waits for the end of the calls."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
@@ -69,8 +64,10 @@ def microseconds(call: Callable[[], object], seconds: float) -> float:
 def measure(x: Tensor, seconds: float) -> dict[str, float]:
     """Returns the microseconds of a call of each contender, and of a copy of the tensor, made contiguous."""
     exact = extension_cpp.reference.mish(x[:1000].double())
+    accessor, eager = torch.ops.accessor_mish.forward, torch.nn.functional.mish
+    calls: dict[str, Callable[[Tensor], Tensor]] = {"ours": extension_cpp.mish, "accessor": accessor, "eager": eager}
     found = {}
-    for name, function in contenders().items():
+    for name, function in calls.items():
         torch.testing.assert_close(function(x)[:1000].double(), exact, atol=1e-5, rtol=1e-4)
         found[name] = microseconds(functools.partial(function, x), seconds)
     y, dense = torch.empty(x.shape, device=x.device), x.contiguous()

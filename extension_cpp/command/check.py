@@ -1,7 +1,7 @@
 """`check` tests an operator that another package registered. docs/check.md lists the checks."""
 
 import functools
-import importlib
+import pkgutil
 import runpy
 import warnings
 from argparse import Namespace
@@ -35,11 +35,8 @@ def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[
 
 
 def load(text: str, what: str) -> Any:
-    """Imports the module that `text` names. For "MODULE:FUNCTION" it returns this attribute of the module."""
-    module, _, name = text.partition(":")
     try:
-        found = importlib.import_module(module)
-        return functools.reduce(getattr, name.split("."), found) if name else found
+        return pkgutil.resolve_name(text if ":" in text else f"{text}:")  # so that it imports the module as a whole
     except Exception as error:
         raise CannotMake(f"{what} {text} cannot be imported: {sentence(error)}") from None
 
@@ -59,18 +56,9 @@ def find(name: str) -> torch._ops.OpOverload:
     return getattr(packet, overload)
 
 
-def as_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Returns the arguments and keyword arguments of a sample: a Sample, one value, or a tuple. If the last element of
-    a tuple is a dict, it has the keyword arguments."""
-    if hasattr(value, "kwargs"):
-        return value.args, value.kwargs
-    args = value if isinstance(value, tuple) else (value,)
-    return (args[:-1], args[-1]) if args and isinstance(args[-1], dict) else (args, {})
-
-
-def evaluated(text: str, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
+def evaluated(text: str, seed: int) -> Any:
     try:
-        return as_arguments(eval(text, {"torch": torch}))
+        return eval(text, {"torch": torch})
     except Exception as error:
         raise CannotMake(f"--sample {text} cannot be evaluated: {sentence(error)}") from None
 
@@ -81,10 +69,10 @@ def of_file(path: str) -> Any:
         space = runpy.run_path(path)
     except Exception as error:
         raise CannotMake(f"--spec {path} cannot be run: {sentence(error)}") from None
-    found = next((space[name] for name in ("spec", "SPEC", "samples") if name in space), None)
-    if found is None:
-        raise CannotMake(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
-    return found
+    for name in ("spec", "SPEC", "samples"):
+        if name in space:
+            return space[name]
+    raise CannotMake(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
 
 
 def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[int], Any]]:
@@ -98,8 +86,8 @@ def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[
         make = checks.maker(device, dtype, seed=seed)
         return [sample for shape in SHAPES for sample in spec.sample_inputs(make, shape)]
 
-    def one(dtype: torch.dtype, number: int, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
-        return as_arguments(every(seed, dtype)[number])
+    def one(dtype: torch.dtype, number: int, seed: int) -> Any:
+        return every(seed, dtype)[number]
 
     for dtype in () if spec is None else getattr(spec, "dtypes", opspec.DTYPES):
         for number in range(len(every(0, dtype))):
@@ -139,15 +127,13 @@ def run(options: Namespace) -> int:
     print(op._schema)
     refused = []
     for device in devices(op, options.device):
+        draws = sources(options.sample, spec, device)
         try:
-            cases = [
-                Checked(op, source, reference, device, options.random)
-                for source in sources(options.sample, spec, device)
-            ]
+            cases = [Checked(op, draw, reference, device, options.random) for draw in draws]
         except CannotMake:
             raise
         except Exception as error:
-            raise CannotMake(f"a sample of {options.spec} cannot be made: {sentence(error)}") from None
+            raise CannotMake(f"a sample of {options.spec or '--sample'} cannot be made: {sentence(error)}") from None
         if not cases:
             raise CannotMake("expected a sample, by --sample or --spec, but got none")
         for case in cases:

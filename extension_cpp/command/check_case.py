@@ -61,6 +61,15 @@ def is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+def as_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Returns the arguments and keyword arguments of a sample: a Sample, one value, or a tuple. If the last element of
+    a tuple is a dict, it has the keyword arguments."""
+    if hasattr(value, "kwargs"):
+        return value.args, value.kwargs
+    args = value if isinstance(value, tuple) else (value,)
+    return (args[:-1], args[-1]) if args and isinstance(args[-1], dict) else (args, {})
+
+
 def is_plain(x: Any) -> bool:
     """Returns whether x is a list of numbers or strings, which is one value of a sample, and not a list of tensors."""
     return isinstance(x, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in x)
@@ -79,15 +88,15 @@ def on_cpu(x: Any) -> Any:
 class Checked:
     """An operator on one device, with the function `source` that draws one of its samples.
 
-    `source` draws positional and keyword arguments for a seed. A sample holds both in one flat list, with the tensors
-    of a list as separate elements. The arguments that the operator writes are copied before each call, and the copies
-    count as further results.
+    `source` draws a sample for a seed, as the user wrote it. Here a sample holds positional and keyword arguments in
+    one flat list, with the tensors of a list as separate elements. The arguments that the operator writes are copied
+    before each call, and the copies count as further results.
     """
 
     def __init__(
         self,
         op: torch._ops.OpOverload,
-        source: Callable[[int], tuple[Sequence[Any], dict[str, Any]]],
+        source: Callable[[int], Any],
         reference: Callable[..., Any] | None,
         device: str,
         random: bool,
@@ -99,7 +108,7 @@ class Checked:
         self.count = sys.maxsize  # number of results to compare
         self.flags: list[bool] = []  # which results require grad, while gradients are compared
         self.asked: list[int] = []  # arguments that require grad in the sample itself
-        args, self.keys = source(0)
+        args, self.keys = as_arguments(source(0))
         schema = {argument.name: argument for argument in op._schema.arguments}
         if len(args) > len(schema) or self.keys.keys() - schema.keys():
             raise CannotMake(f"expected arguments of {op._schema}, but got {len(args)} and {[*self.keys]} by name")
@@ -120,16 +129,9 @@ class Checked:
                     f"expected as many results as the operator's {self.count}, but the reference has {count}"
                 )
             self.count = count
+        unused = dict.fromkeys(("sample_inputs", "error_inputs", "bench", "keeps_strides", "launches"))
         self.spec = opspec.OpSpec(
-            name=op._schema.name,
-            function=self.call,
-            reference=self.right if self.is_judged else self.itself,
-            sample_inputs=lambda make, shape: iter(()),
-            error_inputs=lambda device: iter(()),
-            bench=None,
-            keeps_strides=False,
-            launches=(0, 0),
-            names=tuple(self.names),
+            op._schema.name, self.call, self.right if self.is_judged else self.itself, names=(*self.names,), **unused
         )
 
     def tried(self, who: str, call: Callable[..., Any], sample: Any) -> Any:
@@ -141,7 +143,7 @@ class Checked:
     def draw(self, seed: int = 0) -> Any:
         """Draws the sample of this seed, with its tensors in new memory on the device."""
         torch.manual_seed(seed)
-        args, kwargs = self.source(seed)
+        args, kwargs = as_arguments(self.source(seed))
         values = [*args, *kwargs.values()]
         flat, self.tree = tree_flatten(values, lambda x: x is not values and is_plain(x))
         self.asked = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
@@ -156,33 +158,30 @@ class Checked:
         found = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor)]
         return [i for i in found if not floating or sample.args[i].is_floating_point()]
 
-    def arguments(self, flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        values = tree_unflatten(list(flat), self.tree)
+    def called(self, function: Callable[..., Any], flat: Sequence[Any]) -> tuple[Any, list[Tensor]]:
+        """Calls a function with the arguments of a sample. Returns its result, and the copies that it wrote."""
+        given = [x.clone() if i in self.written else x for i, x in enumerate(flat)]
+        values = tree_unflatten(given, self.tree)
         count = len(values) - len(self.keys)
-        return values[:count], dict(zip(self.keys, values[count:], strict=True))
-
-    def with_copies(self, flat: Sequence[Any]) -> list[Any]:
-        return [x.clone() if i in self.written else x for i, x in enumerate(flat)]
+        result = function(*values[:count], **dict(zip(self.keys, values[count:], strict=True)))
+        return result, [given[i] for i in self.written]
 
     def call(self, *flat: Any, seed: int = 0) -> tuple[Tensor, ...]:
         """Returns the operator's results, followed by the arguments that it wrote. The list is cut to the number of the
         reference's results."""
-        given = self.with_copies(flat)
-        args, kwargs = self.arguments(given)
         if self.random:
             torch.manual_seed(seed)
-        results, returns = self.op(*args, **kwargs), self.op._schema.returns
-        own = [x for x, each in zip(opspec.as_tuple(results), returns, strict=False) if not is_written(each)]
-        return (*tensors(own), *(given[i] for i in self.written))[: self.count]
+        result, written = self.called(self.op, flat)
+        returns = zip(opspec.as_tuple(result), self.op._schema.returns, strict=False)
+        return (*tensors([x for x, each in returns if not is_written(each)]), *written)[: self.count]
 
     def right(self, *flat: Any) -> tuple[Tensor, ...]:
         """Returns the reference's results. If there are fewer than `count`, the arguments that it wrote follow."""
-        given = self.with_copies(flat)
-        args, kwargs = self.arguments(given)
         assert self.reference is not None
-        results = tensors(self.reference(*args, **kwargs))
+        result, written = self.called(self.reference, flat)
+        results = tensors(result)
         if len(results) < self.count:
-            results += [given[i] for i in self.written]
+            results += written
         flags = self.flags or [True] * len(results)
         return tuple(x if flag else x.detach() for x, flag in zip(results, flags, strict=True))
 

@@ -3,10 +3,12 @@
 The model uses torch.nn alone, so that nn.convert can convert it.
 """
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import linear_cross_entropy
-from .errors import CannotMake
 
 BETAS, CLIP, WARMUP, WEIGHT_DECAY = (0.9, 0.95), 1.0, 20, 0.1
-
-
-class CannotRun(CannotMake):
-    """Says in one sentence why the demo or an example cannot run here."""
 
 
 # ---- the model ----
@@ -43,7 +40,7 @@ class Attention(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, width: int, heads: int, context: int, bias: bool = False) -> None:
+    def __init__(self, width: int, heads: int, context: int, bias: bool) -> None:
         super().__init__()
         self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
@@ -80,20 +77,14 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte, with embeddings, blocks, a norm and an output layer."""
+    """Predicts the next byte, with embeddings, blocks, a norm and an output layer. With `bias` the norms are LayerNorm,
+    and the linear layers of the blocks have biases. Else the norms are RMSNorm."""
 
     linear_loss = False  # whether linear_cross_entropy computes the loss; nn.convert replaces only transformers' losses
 
-    def __init__(
-        self,
-        vocabulary: int,
-        width: int,
-        layers: int,
-        mixer: Callable[[], nn.Module],
-        norm: Callable[[int], nn.Module] = nn.RMSNorm,
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, vocabulary: int, width: int, layers: int, mixer: Callable[[], nn.Module], bias: bool) -> None:
         super().__init__()
+        norm = nn.LayerNorm if bias else nn.RMSNorm
         self.token = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, mixer(), norm, bias) for _ in range(layers))
         self.norm = norm(width)
@@ -143,15 +134,17 @@ def sequences(text: Tensor, batch: int, context: int, seed: int, device: str) ->
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def generate(model: nn.Module, tokens: Sequence[int], length: int, context: int, temperature: float) -> list[int]:
-    """Generates `length` tokens after the given ones, and returns all of them in one list."""
-    tokens, device = list(tokens), next(model.parameters()).device
+def generate(
+    model: nn.Module, alphabet: Tensor, prompt: Sequence[int], length: int, context: int, temperature: float
+) -> str:
+    """Returns the prompt, which has indices into the alphabet, and `length` bytes that the model writes after it."""
+    tokens, device = list(prompt), next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _ in range(length):
             logits = model(torch.tensor([tokens[-context:]], device=device))[0, -1].float().cpu()
             tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
-    return tokens
+    return bytes(alphabet[tokens].tolist()).decode(errors="replace")
 
 
 # ---- training ----
@@ -160,29 +153,32 @@ def generate(model: nn.Module, tokens: Sequence[int], length: int, context: int,
 class Training:
     """Trains a model with AdamW, and records the loss and the seconds of each step."""
 
+    # Whether the gradients stay allocated, and each backward adds to them. Under CUDA graphs gradients that backward
+    # allocates are in the graph's memory, which the next forward overwrites.
+    keeps_gradients = False
+
     def __init__(
         self,
         model: LanguageModel,
-        parameters: Any,
+        draw: Callable[[int], Sequence[Tensor]],
         learning_rate: float,
         steps: int,
         warmup: int = WARMUP,
-        keeps_gradients: bool = False,
+        parameters: Any = None,
     ) -> None:
-        """`parameters` are all parameters or parameter groups, as for an optimizer. With `keeps_gradients` the gradient
-        tensors stay allocated, and each backward adds to them. Under CUDA graphs gradients that backward allocates are
-        in the graph's memory, which the next forward overwrites."""
-        self.model, self.learning_rate, self.steps, self.warmup = model, learning_rate, steps, warmup
+        """`draw` returns the sequences of a step, and the bytes after them. `parameters` are groups, as for an
+        optimizer, of all parameters."""
+        self.model, self.draw, self.learning_rate, self.steps, self.warmup = model, draw, learning_rate, steps, warmup
+        parameters = parameters or model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-        self.keeps_gradients = keeps_gradients
-        for parameter in model.parameters() if keeps_gradients else ():
-            parameter.grad = torch.zeros_like(parameter)
         self.losses: list[float] = []
         self.seconds: list[float] = []  # one for each step of this run
 
     def backward(self, number: int) -> Tensor:
         """Computes the gradients of the training step `number`, and returns the loss of this step."""
-        raise NotImplementedError
+        loss: Tensor = self.model(*self.draw(number))
+        loss.backward()
+        return loss
 
     def mean(self, loss: Tensor) -> float:
         return loss.item()
@@ -200,19 +196,28 @@ class Training:
         self.seconds.append(time.perf_counter() - began)
 
     def step_seconds(self) -> float:
-        """Returns the median time of a step, which the slower first steps hardly affect."""
-        return statistics.median(self.seconds)
+        return statistics.median(self.seconds)  # which the slower first steps hardly affect
+
+
+def train(trainings: Sequence[Training], console: Any, then: Callable[[], object] = lambda: None) -> None:
+    """Trains models in turns, step by step, so that the state of the machine affects their times equally. Calls `then`
+    after each step."""
+    from rich import progress
+
+    done, steps = len(trainings[0].losses), trainings[0].steps
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    with progress.Progress(*columns, *times, console=console) as bar:
+        task = bar.add_task("first step", total=steps, completed=done)
+        for number in range(done, steps):
+            for training in trainings[:: 1 if number % 2 else -1]:
+                training.step()
+            then()
+            losses = " / ".join(f"{training.losses[-1]:.4f}" for training in trainings)
+            bar.update(task, advance=1, description=f"loss {losses}")
 
 
 # ---- showing ----
-
-
-def progress(console: Any) -> Any:
-    from rich import progress
-
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
-    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-    return progress.Progress(*columns, *times, console=console)
 
 
 LOOKS: tuple[dict[str, Any], ...] = (
@@ -222,9 +227,19 @@ LOOKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def draw_losses(top: Any, bottom: Any, losses: dict[str, list[float]], title: str, alone: str = "") -> dict[str, Any]:
-    """Draws each loss curve into the axes `top`, and its distance from the first curve into the axes `bottom`. If there
-    is only one curve, the text `alone` stands there. Returns the colors of the curves by name."""
+@contextlib.contextmanager
+def loss_picture(
+    path: Path, losses: dict[str, list[float]], title: str, alone: str = "", beside: str = "gaps"
+) -> Iterator[dict[str, Any]]:
+    """Draws each loss curve into the axes "losses", and its distance from the first curve into the axes "gaps". If
+    there is only one curve, the text `alone` stands there. Yields the axes, also those of the name `beside` to the
+    right of "gaps", and writes the picture at the end."""
+    from matplotlib.figure import Figure  # Figure, unlike pyplot, needs no display
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes = figure.subplot_mosaic([["losses", "losses"], ["gaps", beside]], height_ratios=(2, 1))
+    top, bottom = axes["losses"], axes["gaps"]
+    bottom.sharex(top)
     first = next(iter(losses.values()), [])
     for look, (name, values) in zip(LOOKS, losses.items(), strict=False):
         marker = "." if len(values) == 1 else None
@@ -237,6 +252,8 @@ def draw_losses(top: Any, bottom: Any, losses: dict[str, list[float]], title: st
         bottom.text(0.5, 0.5, alone, transform=bottom.transAxes, ha="center")
     top.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
     bottom.set(yscale="log", xlabel="step", ylabel="difference of the losses")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-    return {name: look["color"] for look, name in zip(LOOKS, losses, strict=False)}
+    for each in (top, bottom):
+        each.grid(alpha=0.3)
+    yield axes
+    top.legend()
+    figure.savefig(path, dpi=120)

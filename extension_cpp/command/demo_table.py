@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch.nn import functional as F
 
 from .check_case import checks, judge, of_tests, opspec
@@ -49,14 +48,9 @@ def eager(spec: Any) -> Callable[..., Any]:
     return EAGER.get(spec.name) or spec.bench.stock or spec.reference
 
 
-def make_sample(spec: Any, rows: int, device: str, dtype: torch.dtype, needs_grad: bool = True) -> Any:
-    generator = torch.Generator(device).manual_seed(0)
-
-    def make(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_(needs_grad)
-
+def make_sample(spec: Any, rows: int, device: str, dtype: torch.dtype) -> Any:
     rows = max(rows // 16, 1) if spec.has_products else rows  # because a matrix product takes long
-    return spec.bench.sample(make, (rows, COLUMNS))
+    return spec.bench.sample(checks.maker(device, dtype), (rows, COLUMNS))
 
 
 def keep_memory() -> None:
@@ -71,15 +65,10 @@ def keep_memory() -> None:
 # ---- errors ----
 
 
-def largest_error(found: Any, truth: Any) -> float:
-    """Returns the largest error of results and gradients, relative to the largest exact value."""
-    pairs = zip(found.tensors(), truth.tensors(), strict=True)
-    return max(float((got.double() - want).abs().max() / want.abs().max()) for (_, got), (_, want) in pairs)
-
-
 def largest_errors(spec: Any, device: str, dtype: torch.dtype) -> list[float]:
-    """Returns the largest error of this package's results and gradients, and then that of eager PyTorch's. With dropout
-    there is no second number, because eager PyTorch draws another mask than the exact results have."""
+    """Returns the largest error of this package's results and gradients, and then that of eager PyTorch's, relative to
+    the largest exact value. With dropout there is no second number, because eager PyTorch draws another mask than the
+    exact results have."""
     sample = make_sample(spec, ROWS_CHECKED, device, dtype)
     truth = judge.run(spec.reference, judge.convert(sample, torch.float64), checks.random_grad())
     errors = []
@@ -87,38 +76,34 @@ def largest_errors(spec: Any, device: str, dtype: torch.dtype) -> list[float]:
         # Memory is filled with NaN and freed, so that a result has NaN where the kernel does not write an element.
         poison = [torch.full_like(x, torch.nan) for x in 3 * opspec.leaves(sample)]
         del poison
-        errors.append(largest_error(judge.run(function, sample, checks.random_grad()), truth))
+        found = judge.run(function, sample, checks.random_grad())
+        pairs = zip(found.tensors(), truth.tensors(), strict=True)
+        errors.append(max(float((got.double() - want).abs().max() / want.abs().max()) for (_, got), (_, want) in pairs))
     return errors
 
 
 # ---- times ----
 
 
-def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float) -> dict[str, float]:
+def medians(functions: list[Callable[[], Any]], device: str, budget: float) -> list[float]:
     """Returns the median seconds of a call of each function. In each round every function is called once, so that a
     change of the machine's state affects all. The first two rounds, in which memory is first used, do not count."""
-    once = partial(once_cuda, ahead=True) if device == "cuda" else once_cpu
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    rounds, started = 0, time.perf_counter()
-    while rounds < 5 or time.perf_counter() - started < budget:
-        for name, function in functions.items():
-            times[name].append(once(function))
-        rounds += 1
-    return {name: statistics.median(each[2:]) for name, each in times.items()}
+    once = once_cuda if device == "cuda" else once_cpu
+    started, rounds = time.perf_counter(), list[list[float]]()
+    while len(rounds) < 5 or time.perf_counter() - started < budget:
+        rounds.append([once(function) for function in functions])
+    return [statistics.median(each) for each in zip(*rounds[2:], strict=True)]
 
 
-def to_time(spec: Any, rows: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Returns four functions to time: of this package's op and of eager PyTorch's function, the forward without
-    gradients, and forward and backward together."""
+def to_time(spec: Any, rows: int, device: str, dtype: torch.dtype) -> list[Callable[[], Any]]:
+    """Returns functions to time, each of this package's op and then of eager PyTorch: the forward without gradients,
+    and forward and backward together."""
     sample = make_sample(spec, rows, device, dtype)
-    bare = make_sample(spec, rows, device, dtype, needs_grad=False)
     results = opspec.as_tuple(spec.function(*sample.args, **sample.kwargs))
     grads = [torch.ones_like(y) for y in results if y.requires_grad]
-    functions: dict[str, Callable[[], Any]] = {}
-    for name, function in (("ours", spec.function), ("eager", eager(spec))):
-        functions[name] = partial(function, *bare.args, **bare.kwargs)
-        functions[name + " both"] = partial(judge.run_with, function, sample, grads)
-    return functions
+    both = (spec.function, eager(spec))
+    forward = [partial(torch.no_grad()(function), *sample.args, **sample.kwargs) for function in both]
+    return [*forward, *(partial(judge.run_with, function, sample, grads) for function in both)]
 
 
 def short(number: float) -> str:
@@ -150,12 +135,10 @@ def show(device: str, console: Console) -> None:
                 errors = largest_errors(spec, device, dtype)
             except NotImplementedError:  # of an operator that `new --schema` wrote, whose formula is not written yet
                 continue
-            took = medians(to_time(spec, rows, device, dtype), device, SECONDS_A_ROW)
+            *forward, ours, stock = medians(to_time(spec, rows, device, dtype), device, SECONDS_A_ROW)
             cells = [spec.name, " / ".join([*(f"{error:.1e}" for error in errors), "-"][:2])]
-            table.add_row(
-                *cells, *milliseconds(took["ours"], took["eager"]), *milliseconds(took["ours both"], took["eager both"])
-            )
-            ratios[spec.name] = took["eager both"] / took["ours both"]
+            table.add_row(*cells, *milliseconds(*forward), *milliseconds(ours, stock))
+            ratios[spec.name] = stock / ours
     console.print(table)
     console.print(
         "error: the largest of results and gradients against float64, relative to the largest true value, on memory "

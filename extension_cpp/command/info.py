@@ -4,6 +4,7 @@ The command must work even if the package cannot be loaded, because the library 
 module needs no library when it is imported, and imports torch only inside functions. `misfits` takes no torch objects.
 """
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -12,9 +13,10 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import LIBRARY
+from .errors import CannotMake
 
 OLDEST_GPU = (7, 5)
 # The oldest NVIDIA driver that runs programs of a major CUDA version.
@@ -31,10 +33,12 @@ class Build:
     debug: bool
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     name: str
     capability: tuple[int, int]
+
+    def words(self) -> str:
+        return f"compute capability {self.capability[0]}.{self.capability[1]}"
 
 
 @dataclass(frozen=True)
@@ -90,70 +94,61 @@ def misfits(build: Build, machine: Machine) -> list[str]:
     """
     if not machine.gpus:
         return []
-    names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
-    supported = sorted({gpu.capability for gpu in machine.gpus if gpu.capability >= OLDEST_GPU})
-    rebuild = f'TORCH_CUDA_ARCH_LIST="{";".join(f"{major}.{minor}" for major, minor in supported)}" make build'
+    gpus = sorted(set(machine.gpus))
+    supported = [gpu for gpu in gpus if gpu.capability >= OLDEST_GPU]
     found = [
-        f"The GPU {name} (compute capability {major}.{minor}) is older than 7.5, the oldest that CUDA 13 and this "
-        "package build for: use the CPU operators."
-        for name, (major, minor) in sorted({(gpu.name, gpu.capability) for gpu in machine.gpus})
-        if (major, minor) < OLDEST_GPU
+        f"The GPU {gpu.name} ({gpu.words()}) is older than 7.5, the oldest that CUDA 13 and this package build for: "
+        "use the CPU operators."
+        for gpu in gpus
+        if gpu not in supported
     ]
+    named = ";".join(f"{major}.{minor}" for major, minor in sorted({gpu.capability for gpu in supported}))
+    rebuild = f'TORCH_CUDA_ARCH_LIST="{named}" make build'
     if build.cuda is None:
         if supported:
             found.append(
-                f"This build has no CUDA kernels, so the GPU ({names}) is not used: install the CUDA toolkit (nvcc), "
-                f"and in a checkout run: USE_CUDA=1 {rebuild}"
+                f"This build has no CUDA kernels, so the GPU ({', '.join(sorted({gpu.name for gpu in gpus}))}) is not "
+                f"used: install the CUDA toolkit (nvcc), and in a checkout run: USE_CUDA=1 {rebuild}"
             )
         return found
-    return found + _torch_and_driver_misfits(build.cuda, machine) + _architecture_misfits(build, machine, rebuild)
-
-
-def _torch_and_driver_misfits(cuda: str, machine: Machine) -> list[str]:
-    oldest = OLDEST_DRIVER.get(version(cuda)[0], 0)
+    oldest = OLDEST_DRIVER.get(version(build.cuda)[0], 0)
     if machine.driver is not None and version(machine.driver) < (oldest,):
-        return [
-            f"The NVIDIA driver is {machine.driver}, and this build's CUDA {cuda} needs {oldest} or newer: update "
-            "the driver (https://www.nvidia.com/drivers); until then the CPU operators work."
-        ]
-    if machine.torch is None:
-        return []  # without torch the package does not load, and says so itself
-    if machine.torch_cuda is None:
-        return [
+        found.append(
+            f"The NVIDIA driver is {machine.driver}, and this build's CUDA {build.cuda} needs {oldest} or newer: "
+            "update the driver (https://www.nvidia.com/drivers); until then the CPU operators work."
+        )
+    elif machine.torch is not None and machine.torch_cuda is None:  # without torch the package says so itself
+        found.append(
             f"torch {machine.torch} was built without CUDA, so no tensor can be on the GPU: install a torch with CUDA "
             "(https://pytorch.org/get-started/locally)."
-        ]
-    if not machine.torch_sees_gpus:
-        return [
+        )
+    elif machine.torch is not None and not machine.torch_sees_gpus:
+        found.append(
             "nvidia-smi lists a GPU that torch does not see: look at CUDA_VISIBLE_DEVICES, and whether torch's CUDA "
             f"{machine.torch_cuda} is newer than the driver ({machine.driver or 'unknown'})."
-        ]
-    return []
-
-
-def _architecture_misfits(build: Build, machine: Machine, rebuild: str) -> list[str]:
+        )
     # A driver compiles PTX only of CUDA versions that it supports. Machine code needs only the same major version.
-    knows_ptx = machine.driver_cuda is None or version(machine.driver_cuda) >= version(build.cuda or "")
-    found = []
-    for gpu in sorted(set(machine.gpus), key=lambda gpu: (gpu.capability, gpu.name)):
-        if gpu.capability < OLDEST_GPU or any(serves(each, gpu.capability, knows_ptx) for each in build.architectures):
+    knows_ptx = machine.driver_cuda is None or version(machine.driver_cuda) >= version(build.cuda)
+    for gpu in supported:
+        if any(serves(each, gpu.capability, knows_ptx) for each in build.architectures):
             continue
-        built = ", ".join(build.architectures)
-        capability = f"{gpu.capability[0]}.{gpu.capability[1]}"
-        why = f"was built for {built}, which does not cover"
-        if not knows_ptx and any(serves(each, gpu.capability) for each in build.architectures):
-            why = f"was built for {built}, whose PTX a driver for CUDA {machine.driver_cuda} cannot compile for"
-        found.append(f"This library {why} {gpu.name} (compute capability {capability}): in a checkout run: {rebuild}")
+        why = "which does not cover"
+        if any(serves(each, gpu.capability) for each in build.architectures):
+            why = f"whose PTX a driver for CUDA {machine.driver_cuda} cannot compile for"
+        found.append(
+            f"This library was built for {', '.join(build.architectures)}, {why} {gpu.name} ({gpu.words()}): in a "
+            f"checkout run: {rebuild}"
+        )
     return found
 
 
 def cuda_problem(build: Build, machine: Machine) -> str | None:
     """Returns why the operators cannot run on a GPU here, in one sentence, or None if they can."""
-    if build.cuda is None and not machine.gpus:
+    if machine.gpus:
+        return next(iter(misfits(build, machine)), None)
+    if build.cuda is None:
         return "This build has no CUDA kernels, and this machine has no NVIDIA GPU."
-    if not machine.gpus:
-        return "This machine has no NVIDIA GPU, or no driver for it."
-    return next(iter(misfits(build, machine)), None)
+    return "This machine has no NVIDIA GPU, or no driver for it."
 
 
 # ---- finding out ----
@@ -268,69 +263,75 @@ def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict
     return dict(word.split("=", 1) for word in text.split())
 
 
-def run_plan(op: str, dtype: str, rows: int, cols: int, backward: bool, weights: str | None) -> int:
+def print_plan(options: argparse.Namespace) -> None:
     """Prints the plan of a norm's kernel on an H100, with one number per line."""
-    step = "backward" if backward else "forward"
-    print(f"{op}, {step}, {rows} x {cols} in {dtype}, weights in {weights or dtype}, on an H100")
-    for name, value in norm_plan(op, dtype, rows, cols, backward).items():
+    op, dtype, shape = options.plan
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    if op not in NORMS:
+        raise CannotMake(f"expected OP to be one of {', '.join(NORMS)}, but got '{op}'")
+    for name in (dtype, options.weights or dtype):
+        if name not in DTYPES:
+            raise CannotMake(f"expected DTYPE to be one of {', '.join(DTYPES)}, but got '{name}'")
+    if match is None:
+        raise CannotMake(f"expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
+    rows, cols, step = int(match[1]), int(match[2]), "backward" if options.backward else "forward"
+    print(f"{op}, {step}, {rows} x {cols} in {dtype}, weights in {options.weights or dtype}, on an H100")
+    for name, value in norm_plan(op, dtype, rows, cols, options.backward).items():
         print(f"  {name.replace('_', ' '):18} {value}")
-    if weights:
+    if options.weights:
         print("The weights' type does not change the plan.")
-    return 0
 
 
 # ---- the command ----
 
 
-def _built_lines(build: Build | None) -> list[str]:
-    lines = [f"library        {LIBRARY}"]
-    if build is None:
-        return [*lines, "               there is no such file, or it does not say what it is"]
-    cuda = f"{build.cuda}, for {', '.join(build.architectures)}" if build.cuda else "none: CPU only"
-    return [
-        *lines,
-        f"CUDA           {cuda}",
-        f"CPU            {', '.join(build.cpu)} (each file once per instruction set, picked when loaded)",
-        f"kind           {'debug (-O0: slow)' if build.debug else 'release'}",
-    ]
-
-
 def _machine_lines(machine: Machine, level: str | None) -> list[str]:
     asked = os.environ.get("EXTENSION_CPP_CPU_LEVEL")
     lowered = f", EXTENSION_CPP_CPU_LEVEL={asked} is set" if asked else ""
-    libc = " ".join(platform.libc_ver()).strip()
     known = f" (knows CUDA up to {machine.driver_cuda})" if machine.driver_cuda else ""
-    lines = [
+    gpus = [f"{gpu.name}, {gpu.words()}" for gpu in machine.gpus] or ["none"]
+    return [
         f"CPU            {cpu_name()}, {os.cpu_count()} logical cores",
         f"instructions   {f'{level} runs{lowered}' if level else 'unknown: the library is not loaded'}",
-        f"C library      {libc or 'not glibc'}",
+        f"C library      {' '.join(platform.libc_ver()).strip() or 'not glibc'}",
         f"NVIDIA driver  {f'{machine.driver}{known}' if machine.driver else 'none'}",
+        *(f"GPU {index}          {gpu}" for index, gpu in enumerate(gpus)),
     ]
-    gpus = [f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}" for gpu in machine.gpus]
-    return [*lines, *(f"GPU {index}          {gpu}" for index, gpu in enumerate(gpus or ["none"]))]
 
 
-def run(load_error: str = "", with_schemas: bool = False) -> int:
-    """Prints whether the build fits the machine, then the facts about both. Returns 1 if the package cannot be used;
-    load_error says why."""
-    from .. import __version__  # this module may be imported before the package has completed its version
+def run(options: argparse.Namespace) -> int:
+    """Prints whether the build fits the machine, then the facts about both. Returns 1 if the package cannot be used.
+    With --plan, prints the plan instead."""
+    from .. import __version__, load_error  # this module may be imported before the package has completed them
 
+    if (options.backward or options.weights) and not options.plan:
+        raise CannotMake("--backward and --weights go with --plan")
+    if options.plan and load_error is None:
+        print_plan(options)
+        return 0
     build, machine = search_build() if load_error else read_build(), read_machine()
     level = None if load_error else ask_library("cpu_level")
-    torch_cuda = f" (CUDA {machine.torch_cuda})" if machine.torch_cuda else " (no CUDA)"
-    problems = [load_error] if load_error else []
-    problems += misfits(build, machine) if build else []
+    built = ["               there is no such file, or it does not say what it is"]
+    if build is not None:
+        cuda = f"{build.cuda}, for {', '.join(build.architectures)}" if build.cuda else "none: CPU only"
+        built = [
+            f"CUDA           {cuda}",
+            f"CPU            {', '.join(build.cpu)} (each file once per instruction set, picked when loaded)",
+            f"kind           {'debug (-O0: slow)' if build.debug else 'release'}",
+        ]
+    torch_cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "no CUDA"
+    problems = [*([str(load_error)] if load_error else []), *(misfits(build, machine) if build else [])]
     sections = {
         "Do they fit?": problems or ["Yes" + ("." if machine.gpus else "; without a GPU, the CPU operators run.")],
         "Versions": [
             f"extension_cpp  {__version__}",
             f"Python         {platform.python_version()}",
-            f"torch          {machine.torch + torch_cuda if machine.torch else 'not installed'}",
+            f"torch          {f'{machine.torch} ({torch_cuda})' if machine.torch else 'not installed'}",
         ],
-        "Built": _built_lines(build),
+        "Built": [f"library        {LIBRARY}", *built],
         "This machine": _machine_lines(machine, level),
     }
-    if with_schemas:
+    if options.schemas:
         sections["Operators"] = ["none: the library is not loaded"] if load_error else schemas()
     for title, lines in sections.items():
         print(title, *(f"  {line}" for line in lines), "", sep="\n")

@@ -18,7 +18,7 @@ def _other_memory() -> torch.Tensor:
     return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
 
-def once_cuda(call: Callable[[], object], ahead: bool) -> float:
+def once_cuda(call: Callable[[], object], ahead: bool = True) -> float:
     _other_memory().zero_()  # flushes the L2 cache, in which the call would otherwise find a part of its input
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
