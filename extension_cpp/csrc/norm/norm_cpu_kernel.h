@@ -41,11 +41,12 @@ static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t
   const wide_halves_t halves = NAME(wide_halves)(0, args->cols);
   /* The call that contains the last column also fills the padding. */
   const int64_t last = end == args->cols ? norm_wide_cols(end) : end;
+  const ACC value = (ACC)args->value;
   for (int64_t c = begin; c < last; c += BLOCK) {
     const int n = end - c >= BLOCK ? BLOCK : end > c ? (int)(end - c) : 0;
     ACC v[BLOCK];
     if (!args->source) {
-      for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? (ACC)args->value : 0;
+      for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? value : 0;
     } else if (args->weight_dtype == args->dtype) {
       LOAD(v, (const T *)args->source + c, n);
     } else {
