@@ -204,25 +204,33 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
 
 
-def gradients_of(y: Tensor | None, inputs: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...] | None:
-    """Returns the gradients of the result of unknown code, or None if it raises or an input has no gradient."""
-    if y is None or not y.requires_grad:
-        return None
+def gradients_agree(
+    found: Sequence[Any],
+    inputs: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    exact_inputs: Sequence[Tensor],
+    bound: float,
+) -> bool:
+    """Returns whether the results of unknown code have the gradients of the exact results, within `bound` of the
+    largest gradient in each row. They differ if the code detaches a term."""
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in exact]
     try:
-        found = torch.autograd.grad(y, inputs, grad_out.to(y.dtype), allow_unused=True)
-    except Exception:  # unknown code may raise anything
-        return None
-    return None if any(each is None for each in found) else found
+        got = torch.autograd.grad(found, inputs, [grad.to(y.dtype) for grad, y in zip(grads, found, strict=True)])
+    except Exception:  # unknown code may raise anything, and a result or an input may have no gradient
+        return False
+    wanted = torch.autograd.grad(exact, exact_inputs, grads)
+    return all(
+        bool(((a - b).abs().amax(-1) <= bound * b.abs().amax(-1)).all()) for a, b in zip(got, wanted, strict=True)
+    )
 
 
-def probed_dtypes(
+def _result_dtypes(
     module: torch.nn.Module, width: int, context: str
-) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """Yields the dtypes of x, of the parameters and of the result, for each combination that the module accepts.
-
-    For CUDA the tensors are fake: they have dtypes and need no GPU.
-    """
-    count = len(parameters_of(module))
+) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
+    """Returns the result's dtype for each pair of dtypes of x and of the parameters that the module accepts. For CUDA
+    the tensors are fake: they have dtypes and need no GPU."""
+    count, found = len(parameters_of(module)), {}
     with torch.no_grad(), FakeTensorMode() if context == "cuda" else contextlib.nullcontext():
         device = context or "cpu"
         for x in DTYPES:
@@ -230,18 +238,18 @@ def probed_dtypes(
                 parameters = [torch.ones(width, dtype=weight, device=device)] * count
                 y = run(twin_of(module, parameters), torch.ones(2, 3, width, dtype=x, device=device), context)
                 if y is not None:
-                    yield x, weight, y.dtype
+                    found[x, weight] = y.dtype
+    return found
 
 
 def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
     """Returns for each of CONTEXTS the rule (a key of RESULTS) that the dtypes of a module's results follow."""
-    probed = {context: list(probed_dtypes(module, width, context)) for context in CONTEXTS}
-    taken = {each[:2] for each in probed[""]}
+    probed = {context: _result_dtypes(module, width, context) for context in CONTEXTS}
     found = []
-    for context, every in probed.items():
-        results = [each for each in every if each[:2] in taken or (context and torch.float64 not in each[:2])]
+    for context, dtypes in probed.items():
+        results = {given: y for given, y in dtypes.items() if given in probed[""] or torch.float64 not in given}
         device = context or "cpu"
-        rules = (rule for rule, of in RESULTS.items() if all(of(x, w, device) == result for x, w, result in results))
+        rules = (rule for rule, of in RESULTS.items() if all(of(*given, device) == y for given, y in results.items()))
         rule = next(rules, None)
         if rule is None or not results:
             where = f" under autocast on {context}" if context else ""
