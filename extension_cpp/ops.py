@@ -115,14 +115,14 @@ register("bias_gelu_backward", fake=pointwise.BIAS_GELU.backward_fake, backward=
 
 # ---- gates ----
 
-register("swiglu", fake=gates.SWIGLU.fake, backward=gates.SWIGLU.backward, plain=gates.swiglu_plain, nested=BY_ROWS,
+register("swiglu", fake=gates.SWIGLU.fake, backward=gates.SWIGLU.backward, plain=gates.SWIGLU.plain, nested=BY_ROWS,
          sharding=rules.pointwise)
 register("swiglu_backward", fake=gates.SWIGLU.backward_fake, backward=gates.SWIGLU.second,
-         plain=gates.swiglu_backward_plain, sharding=rules.pointwise)
-register("geglu", fake=gates.GEGLU.fake, backward=gates.GEGLU.backward, plain=gates.geglu_plain, nested=BY_ROWS,
+         plain=gates.SWIGLU.backward_plain, sharding=rules.pointwise)
+register("geglu", fake=gates.GEGLU.fake, backward=gates.GEGLU.backward, plain=gates.GEGLU.plain, nested=BY_ROWS,
          sharding=rules.pointwise)
 register("geglu_backward", fake=gates.GEGLU.backward_fake, backward=gates.GEGLU.second,
-         plain=gates.geglu_backward_plain, sharding=rules.pointwise)
+         plain=gates.GEGLU.backward_plain, sharding=rules.pointwise)
 
 # ---- reduce_sum ----
 
