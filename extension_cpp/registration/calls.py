@@ -19,8 +19,8 @@ functions, and this module imports PyTorch's functions by name: looking them up 
 modules' large dictionaries.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,17 +128,9 @@ def call(name: str, *args: Any, **keywords: Any) -> Any:
         raise
 
 
-def _excluded_in_new_thread() -> int:
-    """Returns the dispatch keys that a new thread excludes, as bits. No mode is on there, so that they are autocast's
-    keys."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(_dispatch_tls_local_exclude_set().raw_repr()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-_excluded = _excluded_in_new_thread()
+# The dispatch keys that a new thread excludes, as bits. No mode is on there, so that they are autocast's keys.
+with ThreadPoolExecutor(1) as _thread:
+    _excluded = _thread.submit(lambda: _dispatch_tls_local_exclude_set().raw_repr()).result()
 _EXCLUDED = frozenset((_excluded,))
 _AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)]
 # The keys, as bits, that a thread excludes if autocast is off for CPU and CUDA, for one of them, or for neither.
