@@ -7,14 +7,7 @@ import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 
 from . import checks
-from .autograd import (
-    Gradients,
-    library_for,
-    qualified,
-    register_autograd,
-    register_fake,
-    register_not_differentiable,
-)
+from .autograd import Gradients, library_for, qualified, register_autograd, register_fake, register_not_differentiable
 from .calls import ALL_RESULTS, CASTING, NO_GRAD, overload_of, own_ops, without_suffix
 from .mutation import register_mutation
 
