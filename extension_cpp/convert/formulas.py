@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import modules as nn
+from ..command import info
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALF)
@@ -136,16 +137,43 @@ def is_formula_class(kind: type) -> bool:
 
 @functools.cache
 def formula_class(original: type, formula: Any) -> type:
-    names = {"formula": formula, "forward": _forward_of(formula.input), "made_by": (formula_class, original, formula)}
+    x, namespace = formula.input, {"takes": nn.takes}  # callers may pass forward's argument by the original's name
+    call = f"self.formula(self, {x}) if takes({x}) else self.original.forward(self, {x})"
+    exec(f"def forward(self, {x}):\n    return {call}", namespace)
+    made_by = formula_class, original, formula
+    names = {"formula": formula, "forward": namespace["forward"], "made_by": made_by}
     return generated_class(FormulaModule, original, names)
 
 
-def _forward_of(name: str) -> Any:
-    """Makes a forward whose argument has the original's name, because callers may pass it by name."""
-    namespace: dict[str, Any] = {"takes": nn.takes}
-    call = f"self.formula(self, {name}) if takes({name}) else self.original.forward(self, {name})"
-    exec(f"def forward(self, {name}):\n    return {call}", namespace)
-    return namespace["forward"]
+# ---- which modules may be changed ----
+
+SHARDING = "fully_shard, parallelize_module or distribute_module"  # these replace parameters by DTensors
+
+
+def obstacle_of(module: torch.nn.Module) -> str | None:
+    """Returns why this module must not be changed, whatever it computes, or None if it may be changed."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrized; convert the model before the parametrization is registered"
+    forward: Any = vars(module).get("forward")
+    is_bound = getattr(forward, "__self__", None) is module
+    if forward is not None and not (is_bound and forward.__func__ is type(module).forward):
+        return "its forward was replaced on the instance"
+    tensors = parameters_of(module)
+    if isinstance(module, torch.nn.CrossEntropyLoss) and module.weight is not None:
+        tensors["weight"] = module.weight
+    for name, parameter in tensors.items():
+        if type(parameter) not in (torch.nn.Parameter, Tensor, FakeTensor):
+            reason = f"its {name} is a {type(parameter).__name__}, not a plain tensor"
+            return f"{reason}; convert the model before {SHARDING}" if "DTensor" in reason else reason
+        if parameter.dtype not in DTYPES:
+            return f"its {name} is {parameter.dtype}, not float64, float32, bfloat16 or float16"
+        if parameter.device.type not in ("cpu", "cuda", "meta"):
+            return f"its {name} is on {parameter.device}, and the ops run on CPU and CUDA"
+        if parameter.is_cuda and info.read_build().cuda is None:
+            return f"its {name} is on {parameter.device}, and this build has no CUDA kernels"
+    return None
 
 
 # ---- running modules on probes ----
@@ -205,11 +233,7 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
 
 
 def gradients_agree(
-    found: Sequence[Any],
-    inputs: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    exact_inputs: Sequence[Tensor],
-    bound: float,
+    found: Any, inputs: Sequence[Tensor], exact: Sequence[Tensor], exact_inputs: Sequence[Tensor], bound: float
 ) -> bool:
     """Returns whether the results of unknown code have the gradients of the exact results, within `bound` of the
     largest gradient in each row. They differ if the code detaches a term."""

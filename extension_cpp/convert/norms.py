@@ -86,7 +86,9 @@ def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
 def recognise(module: torch.nn.Module, input: str) -> Norm:
     """Returns the formula that a module computes, found by running the module on test inputs."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
-    floats = sorted(_float_attributes(module), key=lambda name: ("eps" not in name, name))
+    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    held = {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
+    floats = sorted(held, key=lambda name: ("eps" not in name, name))
     if any(buffer is not None for buffer in module._buffers.values()):
         raise Unfit("it has buffers")
     for name, value in vars(module).items():
@@ -115,12 +117,6 @@ def recognise(module: torch.nn.Module, input: str) -> Norm:
         raise Unfit("it computes neither layer_norm nor rms_norm over the last dimension")
     _check(module, formula, width, floats)
     return formula._replace(results=formulas.with_results(module, formula, width))
-
-
-def _float_attributes(module: torch.nn.Module) -> set[str]:
-    """Returns the names of the float attributes of the instance and of its classes."""
-    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
-    return {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
 
 
 def _check(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> None:
