@@ -144,12 +144,7 @@ def _call(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, T
 
 
 def _agrees(
-    function: Callable[..., Any],
-    rotary: Rotary,
-    layout: str,
-    dtype: torch.dtype,
-    tables: torch.dtype | None = None,
-    rotated: int = 8,
+    function: Any, rotary: Rotary, layout: str, dtype: torch.dtype, tables: torch.dtype | None = None, rotated: int = 8
 ) -> bool:
     """Returns whether a function computes the formula, which is computed in float64. If cos and sin have a batch
     dimension, the function is also called with one batch element of them for all of q and k.
