@@ -190,10 +190,8 @@ def _branches(
 
 @torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Casts x and residual to one dtype, because under autocast x is often half and residual float32.
-
-    This is not an autocast rule: the norms also call it outside autocast, where it changes nothing.
-    """
+    """Casts x and residual to one dtype, because under autocast x is often half and residual float32. This is not an
+    autocast rule: the norms also call it outside autocast, where it changes nothing."""
     if x.dtype is residual.dtype:
         return x, residual
     device = x.device.type
@@ -360,10 +358,8 @@ class Norm:
             computed = [total, *computed[2:]]
         else:
             grad_out = drop(grad_out)
-        given = ctx.normalized_shape, grad_out, x, rstd, weight
-        grad_grad_out, grad_x, grad_weight = norm_formulas.second_derivative(
-            *given, grads=computed, centered=self.centered
-        )
+        given = ctx.normalized_shape, grad_out, x, rstd, weight, computed, self.centered
+        grad_grad_out, grad_x, grad_weight = norm_formulas.second_derivative(*given)
         if self.adds:
             return {"grad_out": grad_grad_out, "grad_sum": computed[0], "sum": grad_x, "weight": grad_weight}
         return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
@@ -373,7 +369,7 @@ class Norm:
         x, p, seed = given["x"], given.get("p", 0.0), given.get("seed")
         if self.adds:
             x = given["residual"] + dropout.maybe_dropout_plain(x, p, seed)
-        parameters = given["normalized_shape"], given["weight"], given.get("bias"), given["eps"]
+        parameters = given["normalized_shape"], [given[name] for name in self.weights], given["eps"]
         y, mean, rstd = norm_formulas.forward(x, *parameters, self.centered)
         statistics = [mean, rstd] if self.centered else [rstd]
         if self.adds:
