@@ -211,7 +211,9 @@ def _replaced(choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
         try:
             kind: Any = _class_for(module, recognised)
         except Unfit as reason:
-            if _is_asked_for(module) and ".parametrizations." not in f".{name}":
+            is_like_ours = isinstance(module, (*KINDS, *NORMS)) or "norm" in _class_name(module).lower()
+            is_asked_for = is_like_ours or activations.is_asked_for(module)  # its class looks like a known one
+            if is_asked_for and ".parametrizations." not in f".{name}":
                 result.left[name] = f"{_class_name(module)}: {reason}"
             continue
         function = str(kind.formula) if formulas.is_formula_class(kind) else FUNCTIONS[kind]
@@ -297,12 +299,6 @@ NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
 
 # Modules that are recognised by their class alone. Converted.left reports those that are not changed.
 KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
-
-
-def _is_asked_for(module: torch.nn.Module) -> bool:
-    """Returns whether ``left`` must say why this module was not changed, because its class looks like a known one."""
-    is_called_norm = "norm" in _class_name(module).lower()
-    return isinstance(module, (*KINDS, *NORMS)) or is_called_norm or activations.is_asked_for(module)
 
 
 def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
