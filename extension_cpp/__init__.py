@@ -62,10 +62,8 @@ def _tag(build_info: str) -> str:
 
 
 def _is_command() -> bool:
-    """Returns whether Python imports this package in order to run `python -m extension_cpp`.
-
-    While Python looks for the module that -m names, sys.argv[0] is "-m". sys.orig_argv has the module's name.
-    """
+    """Returns whether Python imports this package in order to run `python -m extension_cpp`. While Python looks for the
+    module that -m names, sys.argv[0] is "-m". sys.orig_argv has the module's name."""
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "extension_cpp"
 
 

@@ -227,8 +227,7 @@ def decide(
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:
-    """Returns the function that replaces the code at a site. `kind` is the class of the child module that is the
-    activation, the norm or the dropout."""
+    """Returns the function that replaces the code at a site. `kind` is the class of the site's child module."""
     if site.kind == "rotary":
         return "rotary_embedding"
     if site.kind == "dropout":

@@ -110,8 +110,7 @@ def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Removes the loss function that convert set on a model, whose class is the original again. Returns False if the
-    model has no such loss function."""
+    """Removes the loss function that convert set on a model of the original class. Returns whether there was one."""
     if isinstance(module, LinearLossModel) or vars(module).get("_loss_function") is not causal_lm_loss:
         return False
     del vars(module)["_loss_function"]

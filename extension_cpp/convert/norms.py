@@ -138,8 +138,7 @@ def _check(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]
 
 
 def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:
-    """Makes test inputs: rows with mean 0 and standard deviation 1, rows with mean 3 and rows so small that eps
-    matters, a weight and a bias."""
+    """Makes a weight, a bias, and rows with mean 0, with mean 3, and so small that eps matters."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
     rows[2:4] += 3

@@ -72,8 +72,7 @@ def overload_of(op: str) -> Any:
 
 
 def defaults_of(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns an operator's defaults, and those of its keyword-only arguments by name. None stands where there is no
-    default."""
+    """Returns an operator's defaults, and those of its keyword-only arguments by name, or None for no default."""
     arguments = op._schema.arguments
     by_name = {argument.name: argument.default_value for argument in arguments if argument.kwarg_only}
     return tuple(argument.default_value for argument in arguments if not argument.kwarg_only), by_name
@@ -116,10 +115,8 @@ def is_recorded() -> bool:
 
 
 def call(name: str, *args: Any, **keywords: Any) -> Any:
-    """Calls the operator "name" or "name.overload" of this package, for operators that have no no-grad overload.
-
-    All arguments must be given, defaults included. The keyword-only ones come in the schema's order.
-    """
+    """Calls the operator "name" or "name.overload" of this package, for operators that have no no-grad overload. All
+    arguments must be given, defaults included. The keyword-only ones come in the schema's order."""
     op = overload_of(f"{NAMESPACE}::{name}")
     try:
         return op(*args, **keywords)

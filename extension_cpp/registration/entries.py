@@ -89,9 +89,7 @@ def register(
 
 def _register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
     """Makes autocast call an operator, or its no-grad overload, with what rule(device_type, arguments) returns.
-
-    `arguments` has the arguments of the call by position, defaults included.
-    """
+    `arguments` has the arguments of the call by position, defaults included."""
     op = qualified(op)
     CASTING.add(op)
     keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
