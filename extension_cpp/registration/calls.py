@@ -54,14 +54,15 @@ def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
     Under no_grad a function calls the overload, unless a graph records the call. If the operator has more results than
     the overload, the function never returns the additional ones.
     """
+    ops = overloads(namespace)
+    pairs = {name: (op, ops[name + NO_GRAD]) for name, op in ops.items() if name + NO_GRAD in ops}
+    return SimpleNamespace(**{name: _operator_or_overload(*pair) for name, pair in pairs.items()})
+
+
+def overloads(namespace: str = NAMESPACE) -> dict[str, Any]:
+    """Returns every operator of a namespace by its name, no-grad overloads included."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
-    return SimpleNamespace(
-        **{
-            name.split("::")[1]: _operator_or_overload(overload_of(name), overload_of(name + NO_GRAD))
-            for name in names
-            if name + NO_GRAD in names
-        }
-    )
+    return {name.removeprefix(f"{namespace}::"): overload_of(name) for name in names}
 
 
 def overload_of(op: str) -> Any:
