@@ -62,17 +62,9 @@ def _tag(build_info: str) -> str:
 
 
 def _is_command() -> bool:
-    """Returns whether Python imports this package in order to run `python -m extension_cpp`.
-
-    While Python looks for the module that -m names, sys.argv[0] is "-m". sys.orig_argv has the module's name.
-    """
+    """Returns whether Python imports this package in order to run `python -m extension_cpp`. While Python looks for the
+    module that -m names, sys.argv[0] is "-m". sys.orig_argv has the module's name."""
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "extension_cpp"
-
-
-def _writes_sources() -> bool:
-    """Returns whether Python runs a command that only writes source files. Such a command does not load torch and the
-    library, because loading them takes seconds."""
-    return _is_command() and sys.argv[1:2] in (["new"], ["remove"], ["new-package"])
 
 
 def _attach_distributed() -> None:
@@ -81,7 +73,8 @@ def _attach_distributed() -> None:
 
 __all__ = ["nn", "reference"]
 load_error: ImportError | None = None
-if not _writes_sources():
+# A command that only writes source files does not load torch and the library, because loading them takes seconds.
+if not (_is_command() and sys.argv[1:2] in (["new"], ["remove"], ["new-package"])):
     try:
         _load()
         # The operators must exist before these modules register fakes and gradients for them.

@@ -43,10 +43,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def after_import(name: str, function: Callable[[], None]) -> None:
-    """Calls function() now if the module is imported, or otherwise as soon as the module is imported.
-
-    A second call for the same module replaces the function of the first, because this package may be imported again.
-    """
+    """Calls function() now if the module is imported, or otherwise as soon as it is. A second call for the same module
+    replaces the function of the first, because this package may be imported again."""
     is_earlier = [type(finder).__module__ == __name__ and vars(finder).get("name") == name for finder in sys.meta_path]
     sys.meta_path[:] = [finder for finder, earlier in zip(sys.meta_path, is_earlier, strict=True) if not earlier]
     if name in sys.modules:

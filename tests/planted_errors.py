@@ -401,7 +401,7 @@ PYTHON = [
         tests="tests/test_convert.py",
     ),
     Planted(
-        "extension_cpp/convert/gated.py",
+        "extension_cpp/convert/forwards.py",
         "return context_of(gate) == 0 and can_be_joined(gate, up, results)",
         "return can_be_joined(gate, up, results)",
         "Training a converted gated MLP under autocast raises: backward multiplies a bfloat16 and a float32 matrix.",

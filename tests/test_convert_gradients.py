@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import activations
 
 from extension_cpp import nn
-from extension_cpp.convert.gated import GatedLinear
+from extension_cpp.convert.forwards import GatedLinear
 from extension_cpp.nn import convert
 from tests import convert_modules as modules
 from tests.convert_modules import WIDTH

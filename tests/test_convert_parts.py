@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import extension_cpp
 from extension_cpp import nn
-from extension_cpp.convert import forwards, gated, rotary_forms, sources
+from extension_cpp.convert import forwards, rotary_forms, sources
 from extension_cpp.convert.activations import KNOWN, Known
 from extension_cpp.convert.formulas import Unfit
 from extension_cpp.nn import convert
@@ -310,8 +310,8 @@ def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
 def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records the activation of each call of GatedLinear, whose backward recomputes the gated product."""
     found: list[str] = []
-    apply = gated.GatedLinear.apply
-    monkeypatch.setattr(gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
+    apply = forwards.GatedLinear.apply
+    monkeypatch.setattr(forwards.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
     return found
 
 

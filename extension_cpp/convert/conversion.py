@@ -8,17 +8,15 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import modules as nn
-from ..command import info
 from . import activations, formulas, forwards, model_loss, norms
-from .choice import Choice
-from .formulas import DTYPES, Unfit, parameters_of
+from .activations import KNOWN
+from .formulas import Unfit, obstacle_of, parameters_of
 
 
 class Converted(NamedTuple):
@@ -119,10 +117,9 @@ def convert(
     if loss not in ("logits", "linear"):
         raise ValueError(f"extension_cpp.nn.convert: expected loss to be 'logits' or 'linear', but got {loss!r}")
     choice, result = Choice(only, skip, model), Converted({}, {})
-    modules = {name: module for name, module in model.named_modules() if choice.may_change(name)}
-    losses = _losses(modules, loss == "linear", choice, result)
-    classes = _replaced(modules, choice, result)
-    classes |= _rewritten(modules, classes, choice, result)
+    losses = _losses(choice, loss == "linear", result)
+    classes = _replaced(choice, result)
+    classes |= _rewritten(choice, classes, result)
     if dry_run:
         return result
     for module, plan in losses:
@@ -134,15 +131,65 @@ def convert(
     return result
 
 
-def _losses(
-    modules: dict[str, torch.nn.Module], is_linear: bool, choice: Choice, result: Converted
-) -> list[tuple[torch.nn.Module, model_loss.Plan | None]]:
+# This package's modules that replace the modules of torch.nn with the same name, and the function that each one calls.
+FUNCTIONS: dict[type, str] = {
+    nn.LayerNorm: "layer_norm",
+    nn.RMSNorm: "rms_norm",
+    **{known.module: known.function for known in KNOWN.values()},
+    nn.Dropout: "dropout",
+    nn.Softmax: "softmax",
+    nn.LogSoftmax: "log_softmax",
+    nn.CrossEntropyLoss: "cross_entropy",
+}
+# The names of functions in Converted.changed, without suffixes such as " with approximate='tanh'".
+NAMES = *dict.fromkeys(FUNCTIONS.values()), *dict.fromkeys(known.gated for known in KNOWN.values())
+NAMES += "add_layer_norm", "add_rms_norm", "rotary_embedding", "linear_cross_entropy"
+
+
+class Choice:
+    """Decides by ``only`` and ``skip`` of convert which modules of a model may change, and has them by name."""
+
+    def __init__(self, only: Iterable[str] | None, skip: Iterable[str], model: torch.nn.Module) -> None:
+        self.only = None if only is None else _items("only", only, model)
+        self.skip = _items("skip", skip, model)
+        self.modules = {name: module for name, module in model.named_modules() if self.may_change(name)}
+
+    def may_change(self, name: str) -> bool:
+        """Returns whether ``only`` and ``skip`` may allow a change of the module with this name, whatever it calls."""
+        if any(fnmatchcase(name, item) for item in self.skip if item not in NAMES):
+            return False
+        return self.only is None or any(item in NAMES or fnmatchcase(name, item) for item in self.only)
+
+    def wants(self, name: str, function: str) -> bool:
+        """Returns whether ``only`` and ``skip`` allow that the module with this name calls the function."""
+
+        def named(items: list[str]) -> bool:
+            return any(item == function if item in NAMES else fnmatchcase(name, item) for item in items)
+
+        function = function.split(" ")[0]
+        return (self.only is None or named(self.only)) and not named(self.skip)
+
+
+def _items(argument: str, items: Iterable[str], model: torch.nn.Module) -> list[str]:
+    """Returns the items as a list. Raises ValueError if an item is neither a function nor matches a module's name."""
+    listed = [items] if isinstance(items, str) else list(items)
+    names = [name for name, _ in model.named_modules()]
+    for item in listed:
+        if item not in NAMES and not any(fnmatchcase(name, item) for name in names):
+            raise ValueError(
+                f"extension_cpp.nn.convert: expected {argument} to hold functions ({', '.join(NAMES)}) or patterns "
+                f"of module names, but '{item}' is neither"
+            )
+    return listed
+
+
+def _losses(choice: Choice, is_linear: bool, result: Converted) -> list[tuple[torch.nn.Module, model_loss.Plan | None]]:
     """Returns the models whose loss is replaced, each with the Plan of its linear loss or None. Extends `result`."""
     losses = []
-    for name, module in modules.items():
+    for name, module in choice.modules.items():
         if not model_loss.is_causal_lm(module):
             continue
-        is_replaced, plan, reason = model_loss.decide(module, is_linear, _obstacle)
+        is_replaced, plan, reason = model_loss.decide(module, is_linear)
         names = [name] if plan is None else [name, f"{name}.{plan.head}".lstrip(".")]
         function = "cross_entropy" if plan is None else "linear_cross_entropy"
         if is_replaced and all(choice.wants(each, function) for each in names):
@@ -153,36 +200,37 @@ def _losses(
     return losses
 
 
-def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
+def _replaced(choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
     """Returns the new class of each module that as a whole computes a known function. Adds the names to `result`."""
     classes: dict[torch.nn.Module, type] = {}
     recognised: dict[Any, Any] = {}  # maps a module's _plain_state to its formula, or the reason why it has none
-    for name, module in modules.items():
+    for name, module in choice.modules.items():
         # Only torch.nn's norms may have child modules (parametrizations) and still compute a known formula.
         if isinstance(module, OURS) or (module._modules and not isinstance(module, NORMS)):
             continue
         try:
-            kind = _class_for(module, recognised)
+            kind: Any = _class_for(module, recognised)
         except Unfit as reason:
-            if _is_asked_for(module) and ".parametrizations." not in f".{name}":
+            is_like_ours = isinstance(module, (*KINDS, *NORMS)) or "norm" in _class_name(module).lower()
+            is_asked_for = is_like_ours or activations.is_asked_for(module)  # its class looks like a known one
+            if is_asked_for and ".parametrizations." not in f".{name}":
                 result.left[name] = f"{_class_name(module)}: {reason}"
             continue
-        if choice.wants(name, _function(kind)):
+        function = str(kind.formula) if formulas.is_formula_class(kind) else FUNCTIONS[kind]
+        if choice.wants(name, function):
             classes[module] = kind
-            result.changed[name] = _function(kind)
+            result.changed[name] = function
     return classes
 
 
-def _rewritten(
-    modules: dict[str, torch.nn.Module], classes: dict[torch.nn.Module, type], choice: Choice, result: Converted
-) -> dict[torch.nn.Module, type]:
+def _rewritten(choice: Choice, classes: dict[torch.nn.Module, type], result: Converted) -> dict[torch.nn.Module, type]:
     """Returns the new class of each module whose forward is rewritten. `classes` has the new classes of the modules
     that as a whole are replaced. Adds the names of the rewritten modules to `result`."""
     changes = {}
-    for name, module in modules.items():
+    for name, module in choice.modules.items():
         if module in classes or not module._modules or isinstance(module, OURS):
             continue
-        if model_loss.is_model(module) or _obstacle(module) is not None:
+        if model_loss.is_model(module) or obstacle_of(module) is not None:
             continue
         made, functions, reasons = forwards.decide(
             module, lambda child: classes.get(child, type(child)), functools.partial(choice.wants, name)
@@ -215,7 +263,10 @@ def revert(model: torch.nn.Module) -> Converted:
         raise TypeError(f"extension_cpp.nn.revert: expected model to be a torch.nn.Module, but got {type(model)}")
     result = Converted({}, {})
     for name, module in model.named_modules():
-        original = _original(type(module))
+        kind: Any = type(module)
+        original = torch.nn.Linear if kind is model_loss.Head else ORIGINALS.get(kind)
+        if formulas.is_generated(kind):
+            original = kind.original
         if isinstance(module, nn.CrossEntropyLoss) and module.extends_torch():
             result.left[name] = f"{_class_name(module)}: torch.nn.CrossEntropyLoss has no z_loss and no softcap"
         elif original is not None:
@@ -230,26 +281,9 @@ def revert(model: torch.nn.Module) -> Converted:
     return result
 
 
-# This package's modules that replace the modules of torch.nn with the same name, and the function that each one calls.
-FUNCTIONS: dict[type, str] = {
-    nn.LayerNorm: "layer_norm",
-    nn.RMSNorm: "rms_norm",
-    **{known.module: known.function for known in activations.KNOWN.values()},
-    nn.Dropout: "dropout",
-    nn.Softmax: "softmax",
-    nn.LogSoftmax: "log_softmax",
-    nn.CrossEntropyLoss: "cross_entropy",
-}
 ORIGINALS: dict[type, type] = {kind: getattr(torch.nn, kind.__name__) for kind in FUNCTIONS}
 REPLACEMENTS = {original: kind for kind, original in ORIGINALS.items()}
 OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, formulas.GeneratedModule
-
-
-def _original(converted: type) -> type | None:
-    """Returns the class that a converted module had before, or None if convert did not make its class."""
-    if formulas.is_generated(converted):
-        return converted.original  # type: ignore[attr-defined]  # every class that convert makes has it
-    return torch.nn.Linear if converted is model_loss.Head else ORIGINALS.get(converted)
 
 
 def _forget_what_was_compiled(result: Converted) -> None:
@@ -261,54 +295,15 @@ def _class_name(module: Any) -> str:
     return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
-SHARDING = "fully_shard, parallelize_module or distribute_module"  # these replace parameters by DTensors
-
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
 
 # Modules that are recognised by their class alone. Converted.left reports those that are not changed.
 KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
 
 
-def _is_asked_for(module: torch.nn.Module) -> bool:
-    """Returns whether ``left`` must say why this module was not changed, because its class looks like a known one."""
-    is_called_norm = "norm" in _class_name(module).lower()
-    return isinstance(module, (*KINDS, *NORMS)) or is_called_norm or activations.is_asked_for(module)
-
-
-def _obstacle(module: torch.nn.Module) -> str | None:
-    """Returns why this module must not be changed, whatever it computes, or None if it may be changed."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        return "it is parametrized; convert the model before the parametrization is registered"
-    forward: Any = vars(module).get("forward")
-    is_bound = getattr(forward, "__self__", None) is module
-    if forward is not None and not (is_bound and forward.__func__ is type(module).forward):
-        return "its forward was replaced on the instance"
-    tensors = parameters_of(module)
-    if isinstance(module, torch.nn.CrossEntropyLoss) and module.weight is not None:
-        tensors["weight"] = module.weight
-    for name, parameter in tensors.items():
-        if type(parameter) not in (torch.nn.Parameter, Tensor, FakeTensor):
-            reason = f"its {name} is a {type(parameter).__name__}, not a plain tensor"
-            return f"{reason}; convert the model before {SHARDING}" if "DTensor" in reason else reason
-        if parameter.dtype not in DTYPES:
-            return f"its {name} is {parameter.dtype}, not float64, float32, bfloat16 or float16"
-        if parameter.device.type not in ("cpu", "cuda", "meta"):
-            return f"its {name} is on {parameter.device}, and the ops run on CPU and CUDA"
-        if parameter.is_cuda and not _has_cuda():
-            return f"its {name} is on {parameter.device}, and this build has no CUDA kernels"
-    return None
-
-
-@functools.cache
-def _has_cuda() -> bool:
-    return info.read_build().cuda is not None
-
-
 def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
     """Returns the new class, with which the module calls this package's ops. Raises Unfit if there is none."""
-    if obstacle := _obstacle(module):
+    if obstacle := obstacle_of(module):
         raise Unfit(obstacle)
     if isinstance(module, KINDS) and type(module) not in KINDS:
         base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
@@ -362,7 +357,3 @@ def _plain_state(module: torch.nn.Module) -> Any:
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in parameters_of(module).items())
     buffers = any(buffer is not None for buffer in module._buffers.values())
     return type(module), shapes, buffers, tuple((name, type(value), value) for name, value in sorted(own.items()))
-
-
-def _function(converted: Any) -> str:
-    return str(converted.formula) if formulas.is_formula_class(converted) else FUNCTIONS[converted]

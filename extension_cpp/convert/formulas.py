@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import modules as nn
+from ..command import info
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALF)
@@ -136,16 +137,43 @@ def is_formula_class(kind: type) -> bool:
 
 @functools.cache
 def formula_class(original: type, formula: Any) -> type:
-    names = {"formula": formula, "forward": _forward_of(formula.input), "made_by": (formula_class, original, formula)}
+    x, namespace = formula.input, {"takes": nn.takes}  # callers may pass forward's argument by the original's name
+    call = f"self.formula(self, {x}) if takes({x}) else self.original.forward(self, {x})"
+    exec(f"def forward(self, {x}):\n    return {call}", namespace)
+    made_by = formula_class, original, formula
+    names = {"formula": formula, "forward": namespace["forward"], "made_by": made_by}
     return generated_class(FormulaModule, original, names)
 
 
-def _forward_of(name: str) -> Any:
-    """Makes a forward whose argument has the original's name, because callers may pass it by name."""
-    namespace: dict[str, Any] = {"takes": nn.takes}
-    call = f"self.formula(self, {name}) if takes({name}) else self.original.forward(self, {name})"
-    exec(f"def forward(self, {name}):\n    return {call}", namespace)
-    return namespace["forward"]
+# ---- which modules may be changed ----
+
+SHARDING = "fully_shard, parallelize_module or distribute_module"  # these replace parameters by DTensors
+
+
+def obstacle_of(module: torch.nn.Module) -> str | None:
+    """Returns why this module must not be changed, whatever it computes, or None if it may be changed."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrized; convert the model before the parametrization is registered"
+    forward: Any = vars(module).get("forward")
+    is_bound = getattr(forward, "__self__", None) is module
+    if forward is not None and not (is_bound and forward.__func__ is type(module).forward):
+        return "its forward was replaced on the instance"
+    tensors = parameters_of(module)
+    if isinstance(module, torch.nn.CrossEntropyLoss) and module.weight is not None:
+        tensors["weight"] = module.weight
+    for name, parameter in tensors.items():
+        if type(parameter) not in (torch.nn.Parameter, Tensor, FakeTensor):
+            reason = f"its {name} is a {type(parameter).__name__}, not a plain tensor"
+            return f"{reason}; convert the model before {SHARDING}" if "DTensor" in reason else reason
+        if parameter.dtype not in DTYPES:
+            return f"its {name} is {parameter.dtype}, not float64, float32, bfloat16 or float16"
+        if parameter.device.type not in ("cpu", "cuda", "meta"):
+            return f"its {name} is on {parameter.device}, and the ops run on CPU and CUDA"
+        if parameter.is_cuda and info.read_build().cuda is None:
+            return f"its {name} is on {parameter.device}, and this build has no CUDA kernels"
+    return None
 
 
 # ---- running modules on probes ----
@@ -204,25 +232,29 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
 
 
-def gradients_of(y: Tensor | None, inputs: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...] | None:
-    """Returns the gradients of the result of unknown code, or None if it raises or an input has no gradient."""
-    if y is None or not y.requires_grad:
-        return None
+def gradients_agree(
+    found: Any, inputs: Sequence[Tensor], exact: Sequence[Tensor], exact_inputs: Sequence[Tensor], bound: float
+) -> bool:
+    """Returns whether the results of unknown code have the gradients of the exact results, within `bound` of the
+    largest gradient in each row. They differ if the code detaches a term."""
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in exact]
     try:
-        found = torch.autograd.grad(y, inputs, grad_out.to(y.dtype), allow_unused=True)
-    except Exception:  # unknown code may raise anything
-        return None
-    return None if any(each is None for each in found) else found
+        got = torch.autograd.grad(found, inputs, [grad.to(y.dtype) for grad, y in zip(grads, found, strict=True)])
+    except Exception:  # unknown code may raise anything, and a result or an input may have no gradient
+        return False
+    wanted = torch.autograd.grad(exact, exact_inputs, grads)
+    return all(
+        bool(((a - b).abs().amax(-1) <= bound * b.abs().amax(-1)).all()) for a, b in zip(got, wanted, strict=True)
+    )
 
 
-def probed_dtypes(
+def _result_dtypes(
     module: torch.nn.Module, width: int, context: str
-) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """Yields the dtypes of x, of the parameters and of the result, for each combination that the module accepts.
-
-    For CUDA the tensors are fake: they have dtypes and need no GPU.
-    """
-    count = len(parameters_of(module))
+) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
+    """Returns the result's dtype for each pair of dtypes of x and of the parameters that the module accepts. For CUDA
+    the tensors are fake: they have dtypes and need no GPU."""
+    count, found = len(parameters_of(module)), {}
     with torch.no_grad(), FakeTensorMode() if context == "cuda" else contextlib.nullcontext():
         device = context or "cpu"
         for x in DTYPES:
@@ -230,18 +262,18 @@ def probed_dtypes(
                 parameters = [torch.ones(width, dtype=weight, device=device)] * count
                 y = run(twin_of(module, parameters), torch.ones(2, 3, width, dtype=x, device=device), context)
                 if y is not None:
-                    yield x, weight, y.dtype
+                    found[x, weight] = y.dtype
+    return found
 
 
 def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
     """Returns for each of CONTEXTS the rule (a key of RESULTS) that the dtypes of a module's results follow."""
-    probed = {context: list(probed_dtypes(module, width, context)) for context in CONTEXTS}
-    taken = {each[:2] for each in probed[""]}
+    probed = {context: _result_dtypes(module, width, context) for context in CONTEXTS}
     found = []
-    for context, every in probed.items():
-        results = [each for each in every if each[:2] in taken or (context and torch.float64 not in each[:2])]
+    for context, dtypes in probed.items():
+        results = {given: y for given, y in dtypes.items() if given in probed[""] or torch.float64 not in given}
         device = context or "cpu"
-        rules = (rule for rule, of in RESULTS.items() if all(of(x, w, device) == result for x, w, result in results))
+        rules = (rule for rule, of in RESULTS.items() if all(of(*given, device) == y for given, y in results.items()))
         rule = next(rules, None)
         if rule is None or not results:
             where = f" under autocast on {context}" if context else ""

@@ -16,37 +16,34 @@ import torch
 from torch import Tensor
 
 from ..functional import linear_loss, losses
-from .formulas import GeneratedModule, Unfit, generated_class
+from .formulas import GeneratedModule, Unfit, generated_class, obstacle_of
 
 
-def causal_lm_loss(
-    logits: Tensor,
+def causal_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **options: Any) -> Tensor:
+    """Computes transformers' ForCausalLMLoss, without its float32 copy of the logits."""
+
+    def compute(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
+        rows, options = logits.reshape(-1, vocab_size), losses.LossOptions(ignore_index)
+        return losses.call_cross_entropy(rows, targets, None, reduction, options, float_loss=True)
+
+    return _token_loss(compute, logits.device, labels, *args, **options)
+
+
+def _token_loss(
+    compute: Callable[[Tensor, str, int], Tensor],
+    device: torch.device,
     labels: Tensor,
-    vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Computes transformers' ForCausalLMLoss, without its float32 copy of the logits."""
-    targets = _targets(labels, shift_labels, ignore_index, logits.device)
-    given = logits.reshape(-1, vocab_size), targets, None, _reduction(num_items_in_batch)
-    loss = losses.call_cross_entropy(*given, losses.LossOptions(ignore_index), float_loss=True)
-    return _scaled(loss, num_items_in_batch)
-
-
-def _targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, device: torch.device) -> Tensor:
-    """Returns each token's target, the next token. Shifting labels is cheap, while shifting logits would copy them."""
+    """Computes ForCausalLMLoss by compute(targets, reduction, ignore_index). Each token's target is the next token.
+    Shifting labels is cheap, while shifting logits would copy them."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return shift_labels.reshape(-1).to(device)
-
-
-def _reduction(num_items_in_batch: Tensor | int | None) -> str:
-    return "mean" if num_items_in_batch is None else "sum"
-
-
-def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    targets = shift_labels.reshape(-1).to(device)
+    loss = compute(targets, "mean" if num_items_in_batch is None else "sum", ignore_index)
     loss = loss.float()  # also for float64 logits, as ForCausalLMLoss does
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
@@ -91,19 +88,17 @@ def obstacle(module: torch.nn.Module) -> str | None:
     return f"it has parameters on {min(devices)}, and the ops run on CPU and CUDA" if devices else None
 
 
-def decide(
-    module: torch.nn.Module, is_linear: bool, obstacle_of: Callable[[torch.nn.Module], str | None]
-) -> tuple[bool, "Plan | None", str | None]:
+def decide(module: torch.nn.Module, is_linear: bool) -> tuple[bool, "Plan | None", str | None]:
     """Returns whether to replace the loss function of a causal language model, the plan of its linear loss, and the
     reason if one of them is missing."""
     if (reason := obstacle(module)) is not None:
         return False, None, reason
     if is_linear:
         try:
-            return True, linear_plan(module, obstacle_of), None
+            return True, linear_plan(module), None
         except Unfit as unfit:
             reason = f"its loss cannot be linear: {unfit}"
-    return not _has_our_loss(module), None, reason
+    return vars(module).get("_loss_function") is not causal_lm_loss, None, reason
 
 
 def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
@@ -115,19 +110,14 @@ def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Removes the loss function that convert set on a model, whose class is the original again. Returns False if the
-    model has no such loss function."""
-    if isinstance(module, LinearLossModel) or not _has_our_loss(module):
+    """Removes the loss function that convert set on a model of the original class. Returns whether there was one."""
+    if isinstance(module, LinearLossModel) or vars(module).get("_loss_function") is not causal_lm_loss:
         return False
     del vars(module)["_loss_function"]
     utilities = sys.modules["transformers.loss.loss_utils"]
     if utilities.LOSS_MAPPING.get(module.loss_type, utilities.ForCausalLMLoss) is not utilities.ForCausalLMLoss:
         vars(module)["_loss_function"] = utilities.ForCausalLMLoss  # this function was set explicitly before convert
     return True
-
-
-def _has_our_loss(module: torch.nn.Module) -> bool:
-    return vars(module).get("_loss_function") is causal_lm_loss
 
 
 # ---- loss="linear" ----
@@ -172,26 +162,18 @@ class LinearLossModel(GeneratedModule):
     def loss_function(self, value: Callable[..., Tensor]) -> None:
         self._loss_function = value
 
-    def linear_loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
+    def linear_loss(self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **options: Any) -> Tensor:
         head = getattr(self, self.plan.head)
         (x,) = head.received
         if self.plan.scale != 1:
             x = x * self.plan.scale
-        targets = _targets(labels, shift_labels, ignore_index, x.device)
-        rows = x.reshape(-1, x.shape[-1])
-        given = rows, head.weight, targets, head.bias, None, _reduction(num_items_in_batch)
-        options = losses.LossOptions(ignore_index, softcap=self.plan.softcap)
-        loss = linear_loss.call_linear_cross_entropy(*given, options, float_loss=True)
-        return _scaled(loss, num_items_in_batch)
+
+        def compute(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
+            given = x.reshape(-1, x.shape[-1]), head.weight, targets, head.bias, None, reduction
+            options = losses.LossOptions(ignore_index, softcap=self.plan.softcap)
+            return linear_loss.call_linear_cross_entropy(*given, options, float_loss=True)
+
+        return _token_loss(compute, x.device, labels, *args, **options)
 
 
 @functools.cache
@@ -241,7 +223,7 @@ def must_run(head: torch.nn.Module) -> str | None:
 # ---- following a model's forward ----
 
 
-def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module], str | None]) -> Plan:
+def linear_plan(module: torch.nn.Module) -> Plan:
     """Returns how to compute the loss from the output layer's input. Raises Unfit if that is not possible."""
     head = module.get_output_embeddings()  # type: ignore[operator]  # a model's
     name = next((name for name, each in module._modules.items() if each is head and head is not None), None)
@@ -249,10 +231,9 @@ def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module]
         raise Unfit("its output layer is not one of its own modules")
     if type(head) not in (Head, torch.nn.Linear):
         raise Unfit(f"its {name} is a {type(head).__name__}, not a plain torch.nn.Linear")
-    reason = must_run(head) or ("is empty, as sharding leaves it" if head.weight.dim() != 2 else None)
-    if reason is not None:
+    if reason := must_run(head) or ("is empty, as sharding leaves it" if head.weight.dim() != 2 else None):
         raise Unfit(f"its {name} {reason}")
-    if (reason := obstacle_of(head)) is not None:
+    if reason := obstacle_of(head):
         raise Unfit(f"of its {name}: {reason}")
     if "forward" in vars(module):
         raise Unfit("its forward was replaced on the instance")
@@ -278,10 +259,8 @@ def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | 
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(1, 2, head.weight.shape[0], generator=generator, dtype=torch.float64) * 4
         probe[0, :, 0] = torch.tensor([SMALL, LARGE])
-        got = _follow(module, name, probe.clone())
-        if got is None or _follow(module, name, torch.zeros(1, 2, 1)) is None:
-            raise unknown
-        if got.shape != probe.shape or not got.is_floating_point():
+        got, of_zeros = _follow(module, name, probe.clone()), _follow(module, name, torch.zeros(1, 2, 1))
+        if got is None or of_zeros is None or got.shape != probe.shape or not got.is_floating_point():
             raise unknown
         scale, large = (got[0, :, 0].double() / torch.tensor([SMALL, 1.0], dtype=torch.float64)).tolist()
         scale = 1.0 if abs(scale - 1) <= 1e-6 else scale
@@ -319,14 +298,12 @@ def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None
         output: Any = type(module).forward(twin, input_ids=torch.zeros_like(labels), labels=labels, return_dict=True)
     except Exception:  # unknown code may raise anything when it runs on stand-ins
         return None
-    if len(calls) != 1 or len(received) != 1 or not isinstance(received[0], Tensor):
+    if not isinstance(output, dict) or "logits" not in output or output.get("loss") is not loss:
         return None
-    if received[0].shape[-1] != head.in_features or getattr(output, "loss", None) is not loss:
-        return None
-    if not isinstance(output, dict) or "logits" not in output:
-        return None
-    got, targets, vocab_size = calls[0]
-    return got if targets is labels and vocab_size == head.weight.shape[0] else None
+    match received, calls:
+        case [Tensor() as x], [(got, targets, vocab_size)] if x.shape[-1] == head.in_features:
+            return got if targets is labels and vocab_size == head.weight.shape[0] else None
+    return None
 
 
 class _StandIn(torch.nn.Module):

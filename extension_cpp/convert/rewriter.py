@@ -91,8 +91,7 @@ class Rewriter(ast.NodeTransformer):
         return None
 
     def dropout(self, node: Any) -> tuple[ast.expr, ast.expr] | None:
-        """Returns the dropout and its input x. The dropout is the module of self.NAME(x), or p and training of
-        torch.nn.functional.dropout."""
+        """Returns the dropout, self.NAME or (p, training) of torch.nn.functional.dropout, and its input x."""
         if not _has_one_argument(node):
             return None
         if (child := self.child_call(node)) is not None:
@@ -210,8 +209,7 @@ class Rewriter(ast.NodeTransformer):
         return True
 
     def sum_then_if(self, total: str, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
-        """Replaces `s = a + b`, `if x is not None: ...`, and self.NORM(s) (GPT-2). The sum and the norm go into both
-        branches."""
+        """Replaces `s = a + b`, `if x is not None: ...`, and self.NORM(s) (GPT-2): both branches get a sum and norm."""
         if not left or not isinstance(left[0], ast.If) or left[0].orelse or not _is_none_test(left[0].test, total):
             return False
         at, norm = self.norm_behind(total, left[1:], (ast.Assign,))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..modules import takes
-from .formulas import EPS, HALF, Unfit, gradients_of, outside_modes
+from .formulas import EPS, HALF, Unfit, gradients_agree, outside_modes
 
 
 class Rotary(NamedTuple):
@@ -144,12 +144,7 @@ def _call(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, T
 
 
 def _agrees(
-    function: Callable[..., Any],
-    rotary: Rotary,
-    layout: str,
-    dtype: torch.dtype,
-    tables: torch.dtype | None = None,
-    rotated: int = 8,
+    function: Any, rotary: Rotary, layout: str, dtype: torch.dtype, tables: torch.dtype | None = None, rotated: int = 8
 ) -> bool:
     """Returns whether a function computes the formula, which is computed in float64. If cos and sin have a batch
     dimension, the function is also called with one batch element of them for all of q and k.
@@ -173,19 +168,8 @@ def _agrees(
 
 def _gradients_agree(function: Callable[..., Any], rotary: Rotary, layout: str) -> bool:
     """Returns whether the gradients of q and k are the formula's, within about 100 eps. A missing term is of size 1."""
-    gradients = []
-    for run in (
-        lambda *inputs: _call(function, [*inputs]),
-        lambda q, k, cos, sin: _rotate(rotary, layout, q, k, cos, sin, reference.rotary_embedding),
-    ):
-        q, k, cos, sin = _probe(layout, torch.float32, torch.float32, 8)
-        q, k = q.requires_grad_(), k.requires_grad_()
-        results = run(q * 1, k * 1, cos, sin)
-        if results is None or not all(each.requires_grad for each in results):
-            return False
-        total = torch.stack([(each * each.detach().cos()).sum() for each in results]).sum()
-        found = gradients_of(total, [q, k], torch.ones(()))
-        if found is None:
-            return False
-        gradients.append(found)
-    return all(bool(((a - b).abs() <= 1e-5).all()) for a, b in zip(*gradients, strict=True))
+    q, k, cos, sin = _probe(layout, torch.float32, torch.float32, 8)
+    inputs = [q.requires_grad_(), k.requires_grad_()]
+    found = _call(function, [q * 1, k * 1, cos.clone(), sin.clone()])
+    exact = _rotate(rotary, layout, q, k, cos, sin, reference.rotary_embedding)
+    return found is not None and gradients_agree(found, inputs, exact, inputs, 1e-5)

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .._namespace import NAMESPACE
 from ..registration import checks
-from ..registration.calls import overload_of, without_suffix
+from ..registration.calls import overloads, without_suffix
 from ..registration.entries import NONE, SHARDING, Call, Mark, Placement, Rule, Sharding
 
 
@@ -64,12 +62,6 @@ def register(op: Any, rule: Rule) -> None:
     first = next((i for i, kind in enumerate(kinds) if kind not in ("Tensor", "float")), len(kinds))
     infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     infos[op] = replace(infos[op], static_argnum=first)
-
-
-def overloads() -> dict[str, Any]:
-    """Returns every operator of the library by name, no-grad overloads included."""
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NAMESPACE}::")]
-    return {name.removeprefix(f"{NAMESPACE}::"): overload_of(name) for name in names}
 
 
 for _name, _op in overloads().items():

@@ -44,9 +44,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 @torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no device
 def draw_seed(x: Tensor, p: float) -> Tensor:
     """Draws the seed of dropout's mask for x: one number on x's device, so that the seed is not copied from the host.
-
-    Other modules must call dropout.draw_seed and not import the name, because torch.fx replaces the name only here.
-    """
+    Other modules must call dropout.draw_seed and not import the name, because torch.fx replaces the name only here."""
     if p == 1:  # every element is dropped, whatever the seed is
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     else:

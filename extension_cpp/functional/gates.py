@@ -1,5 +1,6 @@
 """Implements the gates swiglu and geglu."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ class Gate:
     """Holds the functions that ops.py registers for a gate and its backward operator. The gate's operator takes (gate,
     up, *options) and returns activation(gate) * up."""
 
-    def __init__(self, op: str, activation: str) -> None:
+    def __init__(self, op: str, activation: str, plain: Callable[..., Tensor], backward: Callable[..., Tensor]) -> None:
+        self.activation_plain, self.activation_backward_plain = plain, backward
         self.op, self.gated, self.backward_op = op, getattr(_ops, op), getattr(_ops, f"{op}_backward")
         self.fake = fake_like(op, "gate", "up", like="gate")
         self.of_activation = getattr(_ops, f"{activation}_backward")  # maps (g, gate) to g * a'(gate)
@@ -91,21 +93,13 @@ class Gate:
             "up": backward(p * grad_out, gate, *options),
         }
 
+    def plain(self, gate: Tensor, up: Tensor, *options: Any) -> Tensor:
+        return self.activation_plain(gate, *options) * up
 
-SWIGLU, GEGLU = Gate("swiglu", "silu"), Gate("geglu", "gelu")
-
-
-def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate) * up
-
-
-def swiglu_backward_plain(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return silu_backward_plain(grad_out * up, gate), grad_out * torch.nn.functional.silu(gate)
+    def backward_plain(self, grad_out: Tensor, gate: Tensor, up: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        of_gate = self.activation_backward_plain(grad_out * up, gate, *options)
+        return of_gate, grad_out * self.activation_plain(gate, *options)
 
 
-def geglu_plain(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
-    return gelu_plain(gate, tanh) * up
-
-
-def geglu_backward_plain(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    return gelu_backward_plain(grad_out * up, gate, tanh), grad_out * gelu_plain(gate, tanh)
+SWIGLU = Gate("swiglu", "silu", torch.nn.functional.silu, silu_backward_plain)
+GEGLU = Gate("geglu", "gelu", gelu_plain, gelu_backward_plain)

@@ -19,19 +19,7 @@ from torch import Tensor
 from .. import _ops
 from ..registration import autograd, checks
 from ..registration.calls import is_recorded, own_ops
-from .losses import (
-    LossOptions,
-    check_loss,
-    check_loss_grad,
-    check_reduction,
-    check_statistic,
-    check_targets,
-    cross_entropy_plain,
-    loss_type,
-    reduction_number,
-    refuse_weight_gradient,
-    save,
-)
+from . import losses
 
 # The largest size of a chunk's logits. Smaller chunks would make the matrix products slower (by an eighth for 1024 rows
 # and 128256 classes on an H100). Each chunk after the first rounds the sum of the weight's gradient once more.
@@ -59,21 +47,17 @@ class Call(NamedTuple):
     needs_grad_bias: bool
 
     @property
-    def options(self) -> LossOptions:
-        return LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
+    def options(self) -> losses.LossOptions:
+        return losses.LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
         return self.needs_grad_x, self.needs_grad_weight, self.needs_grad_bias
 
     @property
-    def makes_gradients(self) -> bool:
-        return makes_gradients(self.x.dtype, self.reduction)
-
-    @property
     def in_forward(self) -> "Call":
         """The call with those needs that forward fulfils: all or none."""
-        return self if self.makes_gradients else self.without_needs()
+        return self if makes_gradients(self.x.dtype, self.reduction) else self.without_needs()
 
     def without_needs(self) -> "Call":
         return self._replace(needs_grad_x=False, needs_grad_weight=False, needs_grad_bias=False)
@@ -149,7 +133,7 @@ def call_linear_cross_entropy(
 ) -> Tensor:
     """Calls the operator or, for DTensors, the function of sharded_loss.py. With float_loss the loss is float32 even
     for half inputs, which nn.convert needs for language models."""
-    number = reduction_number("linear_cross_entropy", reduction)
+    number = losses.reduction_number("linear_cross_entropy", reduction)
     given = {"x": x, "linear_weight": linear_weight, "target": target}
     for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
         checks.check_tensor("linear_cross_entropy", name, tensor)
@@ -182,19 +166,19 @@ def check_linear(op: str, call: Call) -> None:
         checks.check_same(op, "linear_bias", linear_bias, "x", x)
         expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
         checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
-    check_reduction(op, call.reduction)
+    losses.check_reduction(op, call.reduction)
     # These logits have the right shape but take no memory, because they are one expanded element.
     logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
-    check_loss(op, logits, call.target, -1, call.weight, call.options)
+    losses.check_loss(op, logits, call.target, -1, call.weight, call.options)
 
 
 def check_linear_backward(grad_out: Tensor, call: Call, made: Sequence[Tensor]) -> None:
     op, x = "linear_cross_entropy_backward", call.x
     check_linear(op, call)
-    check_loss_grad(op, "grad_out", grad_out, [] if call.reduction else call.target.shape, x)
+    losses.check_loss_grad(op, "grad_out", grad_out, [] if call.reduction else call.target.shape, x)
     names = ("grad_x", "grad_weight", "grad_bias")
     for name, grad, shape in zip(names, made, call.in_forward.gradient_shapes(), strict=True):
-        check_statistic(op, name, grad, shape, x.dtype, x)
+        losses.check_statistic(op, name, grad, shape, x.dtype, x)
 
 
 # ---- kernels ----
@@ -224,7 +208,7 @@ def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
 
 
 class Logits:
-    """Computes the logits of one chunk at a time. All chunks use the same memory.
+    """Computes the logits of one chunk at a time, in the same memory, and sums the gradients over the chunks.
 
     Classes are added until the size of a row is a multiple of ALIGNMENT. These padding classes have weights of 0, and
     their logits are set to -inf: they add nothing to the sum of exponentials and have gradient 0. There is no padding
@@ -249,6 +233,12 @@ class Logits:
         width = self.linear_weight.shape[0]
         self.parts = list(chunks(rows, width))
         self.memory = rows.new_empty(self.parts[0].stop if self.parts else 0, width)
+        self.needs_x, self.needs_weight, self.needs_bias = call.needs  # the gradients that are not needed are empty
+        self.grad_x = torch.empty_like(rows) if self.needs_x else rows.new_empty(0)
+        self.grad_weight = linear_weight.new_empty(linear_weight.shape if self.needs_weight else 0)
+        if self.needs_weight and not self.parts:
+            self.grad_weight.zero_()
+        self.grad_bias = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=losses.loss_type(rows))
 
     def of(self, part: slice) -> Tensor:
         logits, weight = self.memory[: part.stop - part.start], self.linear_weight.t()
@@ -259,55 +249,41 @@ class Logits:
         logits[:, self.classes :] = -math.inf
         return logits
 
-
-class Gradients:
-    """Sums gradients of x (as rows), linear_weight and linear_bias over the chunks. Unneeded gradients are empty."""
-
-    def __init__(self, chunk: Logits, call: Call) -> None:
-        self.rows, self.padded_weight, self.classes = chunk.rows, chunk.linear_weight, chunk.classes
-        self.needs_x, self.needs_weight, self.needs_bias = call.needs
-        self.x = torch.empty_like(self.rows) if self.needs_x else self.rows.new_empty(0)
-        self.weight = call.linear_weight.new_empty(call.linear_weight.shape if self.needs_weight else 0)
-        if self.needs_weight and self.rows.shape[0] == 0:
-            self.weight.zero_()
-        self.bias_sum = self.rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(call.x))
-
     def add(self, part: slice, gradient: Tensor) -> None:
         """Adds the contribution of a chunk. `gradient` is the gradient of the chunk's logits, padding included."""
         if self.needs_bias:
-            self.bias_sum += own_ops.reduce_sum_no_grad(gradient, (0,))[: self.classes]
+            self.grad_bias += own_ops.reduce_sum_no_grad(gradient, (0,))[: self.classes]
         if self.needs_x:
-            torch.mm(gradient, self.padded_weight, out=self.x[part])
+            torch.mm(gradient, self.linear_weight, out=self.grad_x[part])
         gradient = gradient[:, : self.classes]
         if self.needs_weight and part.start == 0:
-            torch.mm(gradient.t(), self.rows[part], out=self.weight)
+            torch.mm(gradient.t(), self.rows[part], out=self.grad_weight)
         elif self.needs_weight:
-            self.weight.addmm_(gradient.t(), self.rows[part])
+            self.grad_weight.addmm_(gradient.t(), self.rows[part])
 
-    def results(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(x.dtype)
+    def gradients(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.grad_x.view(x.shape if self.needs_x else 0), self.grad_weight, self.grad_bias.to(x.dtype)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss and the gradients of x, linear_weight and linear_bias. Unneeded gradients are empty."""
     check_linear("linear_cross_entropy", call)
-    check_targets("linear_cross_entropy", call.target, call.linear_weight.shape[0], call.ignore_index)
+    losses.check_targets("linear_cross_entropy", call.target, call.linear_weight.shape[0], call.ignore_index)
     x, weight, options = call.x, call.weight, call.options
     chunk = Logits(call)
-    gradients = Gradients(chunk, call)
-    losses = x.new_empty(chunk.rows.shape[0], dtype=loss_type(x))
-    scale = call.total_weight(losses).reciprocal() if call.reduction == 1 else losses.new_ones(1)
+    row_losses = x.new_empty(chunk.rows.shape[0], dtype=losses.loss_type(x))
+    scale = call.total_weight(row_losses).reciprocal() if call.reduction == 1 else row_losses.new_ones(1)
     for part in chunk.parts:
         logits, labels = chunk.of(part), chunk.labels[part]
         if any(call.needs):
-            losses[part] = own_ops.cross_entropy_chunk(logits, labels, weight, *options, scale)
-            gradients.add(part, logits)
+            row_losses[part] = own_ops.cross_entropy_chunk(logits, labels, weight, *options, scale)
+            chunk.add(part, logits)
         else:
-            losses[part] = own_ops.cross_entropy_no_grad(logits, labels, weight, *options.around(0), True)
-    loss = own_ops.reduce_sum_no_grad(losses) if call.reduction > 0 else losses.view(call.target.shape)
+            row_losses[part] = own_ops.cross_entropy_no_grad(logits, labels, weight, *options.around(0), True)
+    loss = own_ops.reduce_sum_no_grad(row_losses) if call.reduction > 0 else row_losses.view(call.target.shape)
     if call.reduction == 1:
         loss = loss * scale[0]
-    return loss if call.float_loss else loss.to(x.dtype), *gradients.results(x)
+    return loss if call.float_loss else loss.to(x.dtype), *chunk.gradients(x)
 
 
 def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,18 +291,17 @@ def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     chunk = Logits(call)
     grads = grad_out.reshape(-1)
     if call.reduction > 0:
-        grads = grads.to(loss_type(call.x))
+        grads = grads.to(losses.loss_type(call.x))
         if call.reduction == 1:
             grads = grads / call.total_weight(grads)
         grads = grads.expand(chunk.rows.shape[0])
-    gradients = Gradients(chunk, call)
     options = call.options.around(0)
     for part in chunk.parts:
         logits, labels = chunk.of(part), chunk.labels[part]
         _, lse, total = own_ops.cross_entropy.default(logits, labels, call.weight, *options, True)
         given = logits, labels, lse, total, call.weight
-        gradients.add(part, own_ops.cross_entropy_backward_no_grad(grads[part], *given, *options))
-    return gradients.results(call.x)
+        chunk.add(part, own_ops.cross_entropy_backward_no_grad(grads[part], *given, *options))
+    return chunk.gradients(call.x)
 
 
 def forward_kernel(*args: Any) -> tuple[Tensor, ...]:
@@ -340,9 +315,9 @@ def no_grad_kernel(*args: Any) -> Tensor:
 def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     call, made = backward_call(*args)
     check_linear_backward(grad_out, call, made)
-    if not call.makes_gradients:
+    if not makes_gradients(call.x.dtype, call.reduction):
         return backward(grad_out, call)
-    factor = grad_out.to(loss_type(call.x))
+    factor = grad_out.to(losses.loss_type(call.x))
     return tuple(own_ops.cross_entropy_scale(grad, factor) for grad in made)
 
 
@@ -352,7 +327,7 @@ def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def linear_cross_entropy_fake(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     check_linear("linear_cross_entropy", call)
-    dtype = loss_type(call.x) if call.float_loss else call.x.dtype
+    dtype = losses.loss_type(call.x) if call.float_loss else call.x.dtype
     loss = call.x.new_empty([] if call.reduction else call.target.shape, dtype=dtype)
     return loss, *map(call.x.new_empty, call.in_forward.gradient_shapes())
 
@@ -364,9 +339,9 @@ def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Te
 
 
 def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
+    losses.refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
     tensors, ctx.options, ctx.needs = inputs[:5], inputs[5:10], inputs[11:]  # as the fields of Call
-    save(ctx, *tensors, *output[1:])
+    losses.save(ctx, *tensors, *output[1:])
 
 
 def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> autograd.Gradients:
@@ -381,7 +356,8 @@ def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     logits = torch.nn.functional.linear(call.x, call.linear_weight, call.linear_bias)
     logits, target = logits.reshape(-1, logits.shape[-1]), call.target.reshape(-1)
-    loss = cross_entropy_plain(logits, target, call.weight, *call.options.around(call.reduction), call.float_loss)[0]
+    options = call.options.around(call.reduction)
+    loss, *_ = losses.cross_entropy_plain(logits, target, call.weight, *options, call.float_loss)
     # The operator also returns gradients as results. They have no derivative, so they are computed as constants here.
     constants = [t.detach() if isinstance(t, Tensor) else t for t in args]
     with torch.no_grad():

@@ -29,9 +29,6 @@ class LossOptions(NamedTuple):
         return self.ignore_index, reduction, *self[1:]
 
 
-NO_OPTIONS = LossOptions()
-
-
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -134,12 +131,7 @@ def check_reduction(op: str, reduction: int) -> None:
 
 
 def check_loss(
-    op: str,
-    logits: Tensor,
-    target: Tensor,
-    class_dim: int,
-    weight: Tensor | None = None,
-    options: LossOptions = NO_OPTIONS,
+    op: str, logits: Tensor, target: Tensor, class_dim: int, weight: Tensor | None, options: LossOptions
 ) -> None:
     """Makes the checks of check_inputs in csrc/loss/loss_shim.cpp, except for the check of the targets' values."""
     checks.check_dtype(op, "logits", logits)
@@ -209,7 +201,7 @@ def check_loss_grad(op: str, name: str, grad: Tensor, shape: Sequence[int], logi
 
 
 def check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) -> None:
-    check_loss(op, logits, target, -1)
+    check_loss(op, logits, target, -1, None, LossOptions())
     checks.check(op, temperature > 0, f"expected temperature to be positive, but got {temperature:g}")
 
 

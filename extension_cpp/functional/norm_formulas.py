@@ -31,14 +31,9 @@ def _project(z: Tensor, xhat: Tensor, dims: tuple[int, ...], centered: bool) -> 
 
 
 def forward(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    centered: bool,
+    x: Tensor, normalized_shape: Sequence[int], weights: Sequence[Tensor | None], eps: float | None, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dims, z = _dims(normalized_shape), wide(x)
+    dims, z, (weight, bias) = _dims(normalized_shape), wide(x), (*weights, None)[:2]
     mean = z.mean(dims, keepdim=True)
     d = z - mean if centered else z
     rstd = (d.square().mean(dims, keepdim=True) + (torch.finfo(z.dtype).eps if eps is None else eps)).rsqrt()
@@ -76,7 +71,6 @@ def second_derivative(
     x: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    *,
     grads: Sequence[Tensor | None],
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:

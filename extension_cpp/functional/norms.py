@@ -12,7 +12,6 @@ from ..registration import checks
 from ..registration.autograd import Gradients
 from ..registration.calls import own_ops
 from . import dropout, norm_formulas
-from .norm_checks import check_dropout, check_norm, norm_gradients, norm_statistics
 
 
 def layer_norm(
@@ -191,10 +190,8 @@ def _branches(
 
 @torch.fx.wrap  # torch.fx does not trace into this function, because a traced tensor has no dtype
 def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Casts x and residual to one dtype, because under autocast x is often half and residual float32.
-
-    This is not an autocast rule: the norms also call it outside autocast, where it changes nothing.
-    """
+    """Casts x and residual to one dtype, because under autocast x is often half and residual float32. This is not an
+    autocast rule: the norms also call it outside autocast, where it changes nothing."""
     if x.dtype is residual.dtype:
         return x, residual
     device = x.device.type
@@ -205,7 +202,42 @@ def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return x, residual
 
 
+# ---- checks ----
+
+
+def check_norm(
+    op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
+) -> None:
+    """Makes the checks of check_inputs in csrc/norm/norm.cpp."""
+    dims = len(normalized_shape)
+    checks.check_dtype(op, "x", x)
+    checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
+    expected = f"expected normalized_shape to be the last dimensions of x, of shape {list(x.shape)}"
+    checks.check_sizes(op, x.shape[-dims:], normalized_shape, f"{expected}, but got {list(normalized_shape)}")
+    for name, each in (("weight", weight), ("bias", bias)):
+        if each is not None:
+            checks.check_same_or_float32(op, name, each, "x", x)
+            expected = f"expected {name} of shape {list(normalized_shape)}, normalized_shape"
+            checks.check_sizes(op, each.shape, normalized_shape, f"{expected}, but got {list(each.shape)}")
+    if weight is not None and bias is not None:
+        checks.check_same(op, "bias", bias, "weight", weight)
+
+
+def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
+    """Makes the checks of check_dropout in csrc/norm/norm.cpp."""
+    checks.check_probability(op, p)
+    if seed is not None:
+        checks.check_seed(op, seed, x)
+    checks.check(op, p == 0 or seed is not None, "expected a seed with p > 0, but got None")
+
+
 # ---- fakes, derivatives and plain forms ----
+
+
+def norm_statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
+    """Makes an empty tensor with one number for each row, in a shape that broadcasts against x."""
+    shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
+    return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
 
 
 class Norm:
@@ -222,7 +254,8 @@ class Norm:
 
     def __init__(self, op: str) -> None:
         self.op, self.backward_op = op, getattr(_ops, f"{op}_backward")
-        self.inputs, self.backward_inputs = _arguments(op), _arguments(f"{op}_backward")
+        schemas = [getattr(own_ops, name).default._schema for name in (op, f"{op}_backward")]
+        self.inputs, self.backward_inputs = ([argument.name for argument in schema.arguments] for schema in schemas)
         self.adds, self.drops = "residual" in self.inputs, "seed" in self.inputs
         self.x = "sum" if self.adds else "x"  # the name of the normalized tensor in backward
         self.centered = "mean" in self.backward_inputs  # true for layer_norm, false for rms_norm
@@ -263,12 +296,15 @@ class Norm:
             message = f"expected {name} as the forward returned it"
             checks.check(op, given[name].dtype == expected.dtype and given[name].is_contiguous(), message)
             checks.check(op, given[name].numel() == expected.numel(), message)
-        needs_x, *needs_weights = (given[f"needs_grad_{name}"] for name in self.differentiable)
-        if not self.adds:
-            return norm_gradients(x, normalized_shape, weights, needs_x, needs_weights)
-        needs_residual, *needs_weights = needs_weights
-        grad_x = x.new_empty(x.shape if needs_x and given["p"] > 0 else 0)
-        return grad_x, *norm_gradients(x, normalized_shape, weights, needs_x or needs_residual, needs_weights)
+        # A gradient that is not needed has no elements.
+        needs_x, *needs = (given[f"needs_grad_{name}"] for name in self.differentiable)
+        gradients = []
+        if self.adds:
+            gradients.append(x.new_empty(x.shape if needs_x and given["p"] > 0 else 0))
+            needs_x = needs.pop(0) or needs_x
+        like = next((w for w in weights if w is not None), x)
+        of_weights = (like.new_empty(list(normalized_shape) if need else 0) for need in needs)
+        return *gradients, x.new_empty(x.shape if needs_x else 0), *of_weights
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*self.saved_of(inputs + output))
@@ -278,8 +314,11 @@ class Norm:
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Gradients:
         saved = ctx.saved_tensors
-        if grads[0] is None:
-            return _grads_of_sum_alone(ctx, grads[1], saved[-1]) if self.adds else {}
+        if grads[0] is None:  # the norm was not used, but perhaps the sum
+            grad_x = grad_sum = grads[1] if self.adds else None
+            if grad_sum is not None and ctx.p > 0 and ctx.needs_input_grad[0]:
+                grad_x = _ops.dropout(grad_sum, ctx.p, saved[-1])
+            return {"x": grad_x, "residual": grad_sum} if self.adds else {}
         others, mask = (saved[1:-1], (ctx.p, saved[-1])) if self.drops else (saved[1:], ())
         grads, needs = grads[: 2 if self.adds else 1], self.needs_of(ctx.needs_input_grad)
         found = self.backward_op(*grads, saved[0], ctx.normalized_shape, *others, *mask, *needs)
@@ -319,10 +358,8 @@ class Norm:
             computed = [total, *computed[2:]]
         else:
             grad_out = drop(grad_out)
-        given = ctx.normalized_shape, grad_out, x, rstd, weight
-        grad_grad_out, grad_x, grad_weight = norm_formulas.second_derivative(
-            *given, grads=computed, centered=self.centered
-        )
+        given = ctx.normalized_shape, grad_out, x, rstd, weight, computed, self.centered
+        grad_grad_out, grad_x, grad_weight = norm_formulas.second_derivative(*given)
         if self.adds:
             return {"grad_out": grad_grad_out, "grad_sum": computed[0], "sum": grad_x, "weight": grad_weight}
         return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
@@ -332,7 +369,7 @@ class Norm:
         x, p, seed = given["x"], given.get("p", 0.0), given.get("seed")
         if self.adds:
             x = given["residual"] + dropout.maybe_dropout_plain(x, p, seed)
-        parameters = given["normalized_shape"], given["weight"], given.get("bias"), given["eps"]
+        parameters = given["normalized_shape"], [given[name] for name in self.weights], given["eps"]
         y, mean, rstd = norm_formulas.forward(x, *parameters, self.centered)
         statistics = [mean, rstd] if self.centered else [rstd]
         if self.adds:
@@ -355,18 +392,6 @@ class Norm:
         # Without dropout grad_x is empty, because x then has the same gradient as residual.
         grad_x = dropout.maybe_dropout_plain(grad_s, p, seed) if needs_x and p > 0 else grad_s.new_empty(0)
         return grad_x, grad_s, *of_weights
-
-
-def _arguments(op: str) -> list[str]:
-    return [argument.name for argument in getattr(own_ops, op).default._schema.arguments]
-
-
-def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> Gradients:
-    """Returns the gradients of x and residual if only the sum was used, and not the norm."""
-    grad_x = grad_sum
-    if grad_sum is not None and seed is not None and ctx.p > 0 and ctx.needs_input_grad[0]:
-        grad_x = _ops.dropout(grad_sum, ctx.p, seed)
-    return {"x": grad_x, "residual": grad_sum}
 
 
 LAYER_NORM, RMS_NORM, LAYER_NORM_DROPOUT = Norm("layer_norm"), Norm("rms_norm"), Norm("layer_norm_dropout")

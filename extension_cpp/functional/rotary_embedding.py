@@ -122,10 +122,8 @@ def rotary_embedding_backward_plain(
 
 
 def rotary_embedding_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Casts q and k to the wider of their two dtypes, and cos and sin to that dtype or, if it is half, to float32.
-
-    This is PyTorch's type promotion, except that the results have the dtype of q and k even beside float32 cos and sin.
-    """
+    """Casts q and k to the wider of their two dtypes, and cos and sin to that dtype or, if it is half, to float32. This
+    is PyTorch's type promotion, except that the results have the dtype of q and k even beside float32 cos and sin."""
     q, k, cos, sin, interleaved = args
     if not all(x.is_floating_point() for x in (q, k, cos, sin)):
         return args

@@ -214,9 +214,7 @@ def _in_order(
     op: Any, backward: Callable[..., Gradients], names: list[str], beyond: int = 0, more: int = 0
 ) -> Callable[..., tuple[Any, ...]]:
     """Makes a backward that returns the gradients in the order of the arguments `names`, as autograd.Function needs.
-
-    `beyond` is the number of results that have no gradient, and `more` that of further inputs, which get None.
-    """
+    `beyond` is the number of results that have no gradient, and `more` that of further inputs, which get None."""
     known = frozenset(names)
     no_grads, after = (None,) * beyond, (None,) * more
     # A cache of the arguments' names, with None where no gradient is needed. A key is needs_input_grad.

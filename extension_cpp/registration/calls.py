@@ -54,14 +54,15 @@ def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
     Under no_grad a function calls the overload, unless a graph records the call. If the operator has more results than
     the overload, the function never returns the additional ones.
     """
+    ops = overloads(namespace)
+    pairs = {name: (op, ops[name + NO_GRAD]) for name, op in ops.items() if name + NO_GRAD in ops}
+    return SimpleNamespace(**{name: _operator_or_overload(*pair) for name, pair in pairs.items()})
+
+
+def overloads(namespace: str = NAMESPACE) -> dict[str, Any]:
+    """Returns every operator of a namespace by its name, no-grad overloads included."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
-    return SimpleNamespace(
-        **{
-            name.split("::")[1]: _operator_or_overload(overload_of(name), overload_of(name + NO_GRAD))
-            for name in names
-            if name + NO_GRAD in names
-        }
-    )
+    return {name.removeprefix(f"{namespace}::"): overload_of(name) for name in names}
 
 
 def overload_of(op: str) -> Any:
@@ -72,8 +73,7 @@ def overload_of(op: str) -> Any:
 
 
 def defaults_of(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns an operator's defaults, and those of its keyword-only arguments by name. None stands where there is no
-    default."""
+    """Returns an operator's defaults, and those of its keyword-only arguments by name, or None for no default."""
     arguments = op._schema.arguments
     by_name = {argument.name: argument.default_value for argument in arguments if argument.kwarg_only}
     return tuple(argument.default_value for argument in arguments if not argument.kwarg_only), by_name
@@ -122,10 +122,8 @@ def is_recorded() -> bool:
 
 
 def call(name: str, *args: Any, **keywords: Any) -> Any:
-    """Calls the operator "name" or "name.overload" of this package, for operators that have no no-grad overload.
-
-    All arguments must be given, defaults included. The keyword-only ones come in the schema's order.
-    """
+    """Calls the operator "name" or "name.overload" of this package, for operators that have no no-grad overload. All
+    arguments must be given, defaults included. The keyword-only ones come in the schema's order."""
     op = overload_of(f"{NAMESPACE}::{name}")
     try:
         return op(*args, **keywords)

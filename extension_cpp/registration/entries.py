@@ -4,19 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import DispatchKey, DispatchKeySet, Tensor
 
 from . import checks
-from .autocast import register_autocast, register_autocast_rule
-from .autograd import (
-    Gradients,
-    library_for,
-    qualified,
-    register_autograd,
-    register_fake,
-    register_not_differentiable,
-)
-from .calls import ALL_RESULTS, NO_GRAD, own_ops, without_suffix
+from .autograd import Gradients, library_for, qualified, register_autograd, register_fake, register_not_differentiable
+from .calls import ALL_RESULTS, CASTING, NO_GRAD, overload_of, own_ops, without_suffix
 from .mutation import register_mutation
 
 
@@ -79,9 +71,12 @@ def register(
     else:
         register_autograd(op, backward, setup_context=setup_context or _save_inputs(op), plain=plain)
     if autocast is FLOAT32_ON_CUDA:
-        register_autocast(op, "cuda", torch.float32)
+        CASTING.add(qualified(op))
+        for name in (qualified(op), qualified(op) + NO_GRAD):
+            library = library_for(f"Autocast cuda {name}", name)
+            torch.library.register_autocast(name, "cuda", torch.float32, lib=library)
     elif callable(autocast):
-        register_autocast_rule(op, autocast)
+        _register_autocast_rule(op, autocast)
     if nested is not NONE:
         NESTED[op] = nested
     SHARDING[op] = sharding
@@ -90,6 +85,27 @@ def register(
         _register_kernel(op + NO_GRAD, no_grad_kernel or kernel)
         if no_grad_kernel is not None:
             _register_kernel(op + ALL_RESULTS, kernel)
+
+
+def _register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Makes autocast call an operator, or its no-grad overload, with what rule(device_type, arguments) returns.
+    `arguments` has the arguments of the call by position, defaults included."""
+    op = qualified(op)
+    CASTING.add(op)
+    keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+    for name in (op, op + NO_GRAD):
+        overload = overload_of(name)
+        defaults = tuple(argument.default_value for argument in overload._schema.arguments)
+        for device_type in ("cpu", "cuda"):
+
+            def kernel(
+                *args: Any, overload: Any = overload, device_type: str = device_type, defaults: Any = defaults
+            ) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(keys):
+                    return overload(*rule(device_type, (*args, *defaults[len(args) :])))
+
+            library = library_for(f"Autocast {device_type} {name}", op)
+            library.impl(name.split("::")[1], kernel, f"Autocast{device_type.upper()}")
 
 
 def _save_inputs(op: str) -> Callable[..., None]:

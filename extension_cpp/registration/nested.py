@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from .._namespace import NAMESPACE
 from . import checks
 from .autograd import library_for
-from .calls import overload_of, without_suffix
+from .calls import overloads, without_suffix
 from .entries import BY_ROWS, NESTED, PADDED, Mark
 
 
@@ -62,6 +61,6 @@ def _like(values: Tensor, nested: NestedTensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, nested.offsets(), nested.lengths())
 
 
-for _op in torch._C._dispatch_get_all_op_names():
-    if _op.startswith(f"{NAMESPACE}::") and "." not in _op:
-        register_nested(overload_of(_op))
+for _name, _op in overloads().items():
+    if "." not in _name:
+        register_nested(_op)
