@@ -41,7 +41,7 @@ def test_schemas_are_read(text: str) -> None:
     parsed = schema.parse(text)
     shown = parsed.listed(each.text for each in parsed.arguments)
     assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
-    assert schema.parse(generate.forward_schema(operator_of(text))) == schema.parse(
+    assert schema.parse(generate.schema_of(operator_of(text))) == schema.parse(
         re.sub(r"\((Tensor \w+(?:, Tensor \w+)*)\)$", r"(\1)", text)
     )
 
@@ -300,7 +300,7 @@ KERNELS = {
 }
 
 
-def operator_of(*words: str) -> roles.Operator:
+def operator_of(*words: str) -> schema.Operator:
     parser = argparse.ArgumentParser()
     new.add_schema(parser)
     operator = new.described(parser.parse_args(["--schema", *words], argparse.Namespace(kind=None)), None)
@@ -336,7 +336,7 @@ def test_kernels_get_a_mask_in_the_shape_to_which_it_broadcasts() -> None:
 )
 def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str], sizes: dict[str, str]) -> None:
     operator = operator_of(*words)
-    assert generate.launches(operator)[1].sizes == sizes
+    assert generate.sizes(generate.backward(operator)) == sizes
     shim, header = generate_shim.shim(operator), generate.header(operator)
     for name, size in sizes.items():
         assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
@@ -431,7 +431,8 @@ def test_an_overload_out_writes_its_operator_too() -> None:
 
 def test_nothing_may_be_saved() -> None:
     operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
-    assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
+    backward = generate.backward(operator)
+    assert generate.schema_of(backward) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
 
 
 def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() -> None:

@@ -4,10 +4,9 @@ import json
 import re
 from typing import Any
 
-from .generate import is_open
 from .generate_python import body, quoted, tuple_of
-from .roles import MOST, Operand, Operator
-from .schema import Argument
+from .roles import MOST
+from .schema import Argument, Operator
 from .shapes import Part, parts, words_of
 
 # The values of number arguments by type. The first sample has the default, or the first of these values. The second
@@ -53,7 +52,7 @@ def _fields(operator: Operator, options: list[Argument]) -> dict[str, Any]:
         "error_inputs": "error_inputs",
         "bench": f"Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward={backward})",
         "keeps_strides": False,
-        "launches": (2 if operator.schema.has_lists or operator.has_unknown_size else 1, int(bool(operator.grads))),
+        "launches": (2 if operator.has_lists or operator.has_unknown_size else 1, int(bool(operator.grads))),
         "least_rank": rank or None,
         "greatest_rank": None if "*" in words else rank or None,
         "second_order": False,
@@ -98,7 +97,7 @@ def _other(number: Argument, operator: Operator) -> Any:
     others = [next(x for x in values[1:] if x != value) for value in (first if number.is_list else [first])]
     if not number.is_list:
         return others[0]
-    return (*others, values[0]) if is_open(number) else tuple(others)
+    return (*others, values[0]) if number.is_open else tuple(others)
 
 
 def _first(number: Argument) -> Any:
@@ -109,13 +108,13 @@ def _first(number: Argument) -> Any:
     return values[: int(number.length or 2)] if number.is_list else values[0]
 
 
-def _battery_results(operator: Operator) -> list[Operand]:
+def _battery_results(operator: Operator) -> list[Argument]:
     """Returns the results as the battery gets them. Written arguments come last, and a list counts as two tensors."""
-    copies = 2 if operator.schema.has_lists else 1
+    copies = 2 if operator.has_lists else 1
     return [each for each in (*operator.results.values(), *operator.written) for _ in range(copies)]
 
 
-def _shape(operand: Operand, operator: Operator) -> str:
+def _shape(operand: Argument, operator: Operator) -> str:
     """Returns the Python expression of the shape of a sample's tensor. The pattern "like y" stands for that of y."""
     relation, _, of = operand.shape.rpartition(" ")
     if operand.shape.startswith("["):
@@ -155,7 +154,7 @@ def _word(part: Part, operator: Operator) -> str:
 
 def _sample(operator: Operator) -> list[str]:
     made, lines, numbers, indices = [], [], [], []
-    for each in operator.schema.arguments:
+    for each in operator.arguments:
         operand = operator.operands.get(each.name)
         if operand is None:
             numbers.append(f"{each.name} = ({_first(each)}, {_other(each, operator)})[number]")
@@ -165,12 +164,12 @@ def _sample(operator: Operator) -> list[str]:
             lines.append(f"{each.name} = {_tensor(operand, operator)}")
         is_left_out = operand is not None and operand.is_optional
         made.append(f"{each.name} if number == 0 else None" if is_left_out else each.name)
-    positional = tuple_of(made[: len(operator.schema.positional)])
-    keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.schema.keyword_only)
+    positional = tuple_of(made[: len(operator.positional)])
+    keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.keyword_only)
     return [*numbers, *lines, *indices, f"yield Sample({positional}{f', {{{keywords}}}' if keywords else ''})"]
 
 
-def _tensor(operand: Operand, operator: Operator) -> str:
+def _tensor(operand: Argument, operator: Operator) -> str:
     """Returns the Python expression of an argument of a sample: a tensor or a list of tensors."""
     if operand.is_list:
         shapes = "(shape, shape[:1])" if operand.name == operator.first else f"(x.shape for x in {operator.first})"
@@ -178,7 +177,7 @@ def _tensor(operand: Operand, operator: Operator) -> str:
     return _one_tensor(operand, _shape(operand, operator), operator)
 
 
-def _one_tensor(operand: Operand, shape: str, operator: Operator) -> str:
+def _one_tensor(operand: Argument, shape: str, operator: Operator) -> str:
     if operand.dtype == "same":
         needs = operand.name in operator.grads
         return f"make({shape})" + ("" if needs or not operator.grads else ".detach()")
@@ -191,7 +190,7 @@ def _one_tensor(operand: Operand, shape: str, operator: Operator) -> str:
     return f"{drawn}.to({operator.first}.device, torch.{operand.dtype})"
 
 
-def _index(operand: Operand, operator: Operator) -> list[str]:
+def _index(operand: Argument, operator: Operator) -> list[str]:
     """Returns the statements that make an index tensor, behind those that make the tensors that bound it.
 
     A shape for which no value is below the bound gets no sample.
@@ -215,8 +214,8 @@ def _errors(operator: Operator) -> list[str]:
     """Returns the statements that yield the wrong calls, each with the message that it must raise."""
     function = f"extension_cpp.{operator.name}"
     dtypes = {name: _dtypes(each, operator) for name, each in operator.operands.items()}
-    counts = {each.name: _count_of_values(each) for each in operator.schema.number_lists}
-    outs = {name: _dtypes(each, operator) for name, each in operator.results.items()} if operator.schema.has_out else {}
+    counts = {each.name: _count_of_values(each) for each in operator.number_lists}
+    outs = {name: _dtypes(each, operator) for name, each in operator.results.items()} if operator.has_out else {}
     made = f"lambda shape: torch.ones(shape, device=device), {_rank(operator)}"
     return [
         f"sample = next(sample_inputs({made}))",
@@ -228,7 +227,7 @@ def _errors(operator: Operator) -> list[str]:
     ]
 
 
-def _dtypes(operand: Operand, operator: Operator) -> str:
+def _dtypes(operand: Argument, operator: Operator) -> str:
     """Returns the dtypes that a tensor may have, as a message says them. Samples of wrong calls are float32."""
     if operand.name == operator.first:
         return "float64, float32, bfloat16 or float16"
@@ -243,7 +242,7 @@ def _count_of_values(numbers: Argument) -> str:
 
 def test(operator: Operator) -> str:
     """Returns the test file. Its test checks that the results of a call have the dtypes in `operator`."""
-    name, has_out = operator.name, operator.schema.has_out
+    name, has_out = operator.name, operator.has_out
     text = f'"""Tests properties that only {name} has. tests/battery tests what every op must have."""\n\n'
     text += "import pytest\nimport torch\n\n"
     text += "import extension_cpp\n" if has_out else ""
@@ -280,4 +279,4 @@ def _test_of_out(operator: Operator) -> str:
 
 def _options(operator: Operator) -> list[Argument]:
     """Returns the arguments that tests/battery/test_options.py varies: numbers and optional tensors."""
-    return [each for each in operator.schema.arguments if each.is_optional or not each.is_tensor]
+    return [each for each in operator.arguments if each.is_optional or not each.is_tensor]

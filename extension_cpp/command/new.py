@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import generate, generate_python, generate_shim, generate_tests, roles, schema, tree
-from .errors import CannotMake
-from .roles import Operator
+from .errors import CannotMake, require
+from .schema import Operator
 from .tree import Addition, Plan
 
 NEXT = """
@@ -91,17 +91,15 @@ def _names(text: str) -> list[str]:
 
 def described(options: argparse.Namespace, name: str | None) -> Operator | None:
     """Returns the operator of --schema, or None without --schema. A `name` must equal the operator's."""
-    given = [option for option in OF_SCHEMA if getattr(options, option)]
     if options.schema is None:
-        if given:
-            raise CannotMake(f"--{given[0]} goes with --schema")
+        given = next((option for option in OF_SCHEMA if getattr(options, option)), None)
+        require(given is None, f"--{given} goes with --schema")
         return None
-    if options.kind is not None:
-        raise CannotMake("expected --schema or --kind, but got both")
-    parsed = schema.parse(options.schema)
-    if name not in (None, parsed.name):
-        raise CannotMake(f"expected the schema of {name}, but got one of {parsed.name}")
-    return roles.describe(parsed, options)
+    require(options.kind is None, "expected --schema or --kind, but got both")
+    operator = schema.parse(options.schema)
+    require(name in (None, operator.name), f"expected the schema of {name}, but got one of {operator.name}")
+    roles.describe(operator, options)
+    return operator
 
 
 def run_new(options: argparse.Namespace) -> None:
