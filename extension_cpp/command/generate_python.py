@@ -286,13 +286,12 @@ def entry(operator: Operator) -> str:
     return text
 
 
-def reference(operator: Operator, file: str, line: int) -> str:
-    """Returns the function for reference.py, whose `def` is at `line` of the file.
-
-    Until the user writes the formula there, a call raises an error that names the file and the line of the body.
-    """
+def reference(operator: Operator) -> str:
+    """Returns the function for reference.py. Until the user writes the formula there, a call raises an error that names
+    the file and the line. tree.with_op() fills in the number of the line."""
+    place = "extension_cpp/reference.py:{line}"
     text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {_returned(operator)}:\n"
-    return text + f'    raise NotImplementedError("write the formula of {operator.name} in {file}:{line + 1}")\n'
+    return text + f'    raise NotImplementedError("write the formula of {operator.name} in {place}")\n'
 
 
 def stub(operator: Operator) -> str:

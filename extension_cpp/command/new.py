@@ -182,19 +182,18 @@ def from_schema(operator: Operator) -> Addition:
         name,
         files,
         entry=generate_python.entry(operator),
-        reference=lambda line: generate_python.reference(operator, "extension_cpp/reference.py", line),
+        reference=generate_python.reference(operator),
         stub=generate_python.stub(operator),
         row=row,
         section=section,
-        names={f"{name}_functions", name},
-        own={"Any", "FLOATING", "call", "checks", "Gradients", "Match", "SAME", "Tensor", "torch"},
+        own={"call", "checks", "torch"},
     )
 
 
 def new(op: Addition, state: str) -> None:
     """Adds an op to this repository. `state` says what its tests do before the user writes anything."""
     texts = tree.sources()
-    tree.check_free(op, texts, lambda place: (tree.TREE / place).exists())
+    tree.check_free(op, texts)
     plan = Plan(tree.in_tree(op.files), tree.in_tree(tree.with_op(texts, op)))
     tree.write(plan)
     tree.report(plan, tree.TREE)
