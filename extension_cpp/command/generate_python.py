@@ -59,11 +59,7 @@ def _python_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return part.number.replace("?", "unknown_size")
     sizes = known[part.tensor].replace(".sizes()", ".shape")
-    if part.is_size:
-        return f"{sizes}[{part.begin}]"
-    if part.begin is None and part.end is None:
-        return f"*{sizes}"
-    return f"*{sizes}[{'' if part.begin is None else part.begin}:{'' if part.end is None else part.end}]"
+    return f"{'' if part.is_size else '*'}{sizes}{f'[{part.index}]' if part.index else ''}"
 
 
 def body(texts: Iterable[str]) -> str:

@@ -42,9 +42,10 @@ def _cpp_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return f"{{{part.number.replace('?', 'unknown_size')}}}"
     if part.is_size:
-        return f"{{size_of({known[part.tensor]}, {part.begin})}}"
-    bounds = "" if part.begin is None and part.end is None else f", {part.begin or 0}"
-    return f"sizes_of({known[part.tensor]}{bounds}{'' if part.end is None else f', {part.end}'})"
+        return f"{{size_of({known[part.tensor]}, {part.index})}}"
+    begin, _, end = part.index.partition(":")
+    bounds = [begin or "0"] * bool(part.index) + [end] * bool(end)
+    return f"sizes_of({', '.join([known[part.tensor], *bounds])})"
 
 
 def _scalar(tensor: Argument) -> str:

@@ -259,9 +259,9 @@ def _has_sizes(argument: Argument, part: Part, what: str) -> bool:
     if argument.type != "SymInt" or not argument.is_list:
         return False
     length = int(argument.length or 0)
-    got = f"{part.tensor}[{part.begin}] of {argument.kind}"
+    got = f"{part.tensor}[{part.index}] of {argument.kind}"
     expected = f"expected {what} to name a value that is there, as k[1] of SymInt[2] k"
-    require(not part.is_size or -length <= (part.begin or 0) < length, f"{expected}, but got {got}")
+    require(not part.is_size or -length <= int(part.index) < length, f"{expected}, but got {got}")
     return not what.startswith("the size of")
 
 
