@@ -7,7 +7,7 @@ write zeros into all outputs. tree.laid_out() formats the C code later.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from .roles import C_TYPES, MOST
+from .roles import DTYPES, MOST
 from .schema import Argument, Operator
 from .shapes import Part, parts, words_of
 
@@ -139,9 +139,17 @@ def schemas_of(operator: Operator) -> list[str]:
 # ---- checks, the same in the shim and in the fake ----
 
 
-def checks_of_memory(written: Argument, operator: Operator, op: str, named: Callable[[Argument], str]) -> list[str]:
+# The dtypes that a tensor may have, as Match gets them. The generators have the texts of those without a name.
+NAMED_DTYPES = {"same": "SAME", "int64": "INT64", "bool": "BOOL"}
+
+
+def checks_of_memory(written: Argument, operator: Operator, op: str, element: str) -> list[str]:
     """Returns the calls that check the memory of a tensor that is written, beside that of arguments and of the outputs
-    before it. `named` returns two arguments of such a call: a tensor's name and the tensor."""
+    before it. `element` has two arguments of such a call, the name of element i of a list and the element."""
+
+    def named(tensor: Argument) -> str:
+        return (element if tensor.is_list else '"{0}", {0}').format(tensor.name)
+
     before = [*operator.results.values()]
     before = before[: before.index(written)] if written in before else []
     others = [each for each in (*operator.operands.values(), *before) if each is not written and not each.is_optional]
@@ -149,18 +157,13 @@ def checks_of_memory(written: Argument, operator: Operator, op: str, named: Call
     return [f"check_writable({op}, {named(written)})", *calls]
 
 
-def dtypes_of(operand: Argument, is_first: bool, any_of: dict[str, str]) -> str:
-    """Returns the dtypes that a tensor may have, as Match gets them. `any_of` has the texts of those without a name."""
-    same = "FLOATING" if is_first else "SAME"
-    return {"same": same, "int64": "INT64", "bool": "BOOL"}.get(operand.dtype) or any_of[operand.dtype]
-
-
-def checks(operator: Operator, any_of: dict[str, str]) -> list[str]:
+def checks(operator: Operator, dtypes: dict[str, str]) -> list[str]:
     """Returns the calls that check tensors and the lengths of lists of numbers, which are equal in C++ and Python."""
     calls = []
     for place, each in enumerate(operator.operands.values()):
+        dtype = "FLOATING" if place == 0 and each.dtype == "same" else dtypes[each.dtype]
         shape = f', "{each.shape}"' if each.shape else ""
-        calls.append(f'match("{each.name}", {each.name}, {dtypes_of(each, place == 0, any_of)}{shape})')
+        calls.append(f'match("{each.name}", {each.name}, {dtype}{shape})')
     for numbers in operator.number_lists:
         least, most = (numbers.length, numbers.length) if numbers.length else (0, MOST)
         calls.append(f'match.length("{numbers.name}", {numbers.name}, {least}, {most})')
@@ -240,12 +243,12 @@ def _fields(launch: Operator) -> list[str]:
 
 
 def _pointers(launch: Operator, args: str, cast: str) -> list[str]:
-    """Returns the C declarations of local pointers to the elements of the tensors."""
+    """Returns the C declarations of local pointers to the elements of the tensors, and uses of the inputs."""
     found = []
     for each in (*launch.inputs, *launch.outputs):
-        kind = ("" if each in launch.outputs else "const ") + C_TYPES[each.dtype] + " *"
+        kind = ("" if each in launch.outputs else "const ") + DTYPES[each.dtype][0] + " *"
         found.append(f"{kind}{each.name} = {cast.format(kind)}{args}{each.name}{')' if '<' in cast else ''};")
-    return found
+    return [*found, *(f"(void){each.name};" for each in launch.inputs)]
 
 
 def _zeros(launch: Operator, args: str, zero: str) -> list[str]:
@@ -253,11 +256,8 @@ def _zeros(launch: Operator, args: str, zero: str) -> list[str]:
     for each in launch.outputs:
         numel = f"{args}{each.name}_numel"
         value = zero if each.dtype == "same" else "0"
-        found += [
-            f"for (int64_t j = i * {numel} / {args}items; j < (i + 1) * {numel} / {args}items; ++j) {{",
-            f"  {each.name}[j] = {value};",
-            "}",
-        ]
+        loop = f"for (int64_t j = i * {numel} / {args}items; j < (i + 1) * {numel} / {args}items; ++j)"
+        found += [f"{loop} {{", f"  {each.name}[j] = {value};", "}"]
     return found
 
 
@@ -282,7 +282,6 @@ def cpu_kernel(operator: Operator) -> str:
         text += f"\n/* Work item i of args->items. */\nstatic void NAME({launch.direction}_item)"
         text += f"(const {launch.direction}_args *args, int64_t i) {{\n"
         text += lines(_pointers(launch, "args->", "({0})"))
-        text += lines(f"(void){each.name};" for each in launch.inputs)
         if operator.has_unknown_size:
             text += "  if (args->count != NULL) {\n    if (i == 0) *args->count = 0;\n    return;\n  }\n"
         text += f"  /* {MARK} */\n" + lines(_zeros(launch, "args->", "NARROW(0)")) + "}\n"
@@ -301,7 +300,6 @@ def cuda(operator: Operator) -> str:
         text += "\ntemplate <typename T>\n__global__ void __launch_bounds__(THREADS) "
         text += f"{launch.direction}_kernel({launch.kernel}_args args) {{\n"
         text += lines(_pointers(launch, "args.", "static_cast<{0}>("))
-        text += lines(f"(void){each.name};" for each in launch.inputs)
         text += "  const int64_t grid_step = static_cast<int64_t>(gridDim.x) * THREADS;\n"
         text += "  const int64_t first_item = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;\n"
         text += "  for (int64_t i = first_item; i < args.items; i += grid_step) {\n"

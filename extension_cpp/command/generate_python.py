@@ -4,21 +4,23 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .generate import (
+    NAMED_DTYPES,
     backward,
     checks,
     checks_of_gradients,
     checks_of_memory,
-    dtypes_of,
     known_sizes,
     launches,
     resolved,
     schemas_of,
 )
-from .roles import C_TYPES
+from .roles import DTYPES
 from .schema import Argument, Operator
 from .shapes import Part
 
-ANY_OF = {dtype: f"(torch.{dtype},)" for dtype in C_TYPES}
+# What Match gets: the dtypes that a tensor may have; name and tensor of element i of a list.
+ALLOWED = {dtype: f"(torch.{dtype},)" for dtype in DTYPES} | NAMED_DTYPES
+ELEMENT = 'f"{0}[{{i}}]", {0}[i]'
 
 
 def _annotation(argument: Argument) -> str:
@@ -157,7 +159,7 @@ def functional(operator: Operator) -> str:
 def _fake(operator: Operator) -> str:
     made = [_new(each, operator) for each in operator.results.values()]
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {_returned(operator)}:\n"
-    text += body([f'match = Match("{operator.name}")', *checks(operator, ANY_OF)])
+    text += body([f'match = Match("{operator.name}")', *checks(operator, ALLOWED)])
     for each in operator.written:
         text += body(_checks_of_memory(each, operator))
     text += body(checks_of_gradients(operator, python_shape))
@@ -187,7 +189,7 @@ def _out_fake(operator: Operator) -> str:
         made = f"results[{place}]" if len(outs) > 1 else "result"
         text += body(
             [
-                f'match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)})',
+                f'match("{each.name}", {each.name}, {ALLOWED[each.dtype]})',
                 f'match.sizes("{each.name}", {each.name}, {made}.shape, "the result")',
                 *_checks_of_memory(each, operator),
             ]
@@ -196,16 +198,10 @@ def _out_fake(operator: Operator) -> str:
 
 
 def _checks_of_memory(written: Argument, operator: Operator) -> list[str]:
-    texts = [f"checks.{call}" for call in checks_of_memory(written, operator, f'"{operator.name}"', _named)]
+    texts = [f"checks.{call}" for call in checks_of_memory(written, operator, f'"{operator.name}"', ELEMENT)]
     if written.is_list:
         return [f"for i in range(len({written.name})):", *(f"    {text}" for text in texts)]
     return texts
-
-
-def _named(operand: Argument) -> str:
-    """Returns two Python arguments: a tensor's name, and the tensor. For a list, they are those of element i."""
-    name = operand.name
-    return f'f"{name}[{{i}}]", {name}[i]' if operand.is_list else f'"{name}", {name}'
 
 
 def _setup_context(operator: Operator) -> str:

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .generate import (
+    NAMED_DTYPES,
     NUMBER_TYPES,
     checks,
     checks_of_gradients,
     checks_of_memory,
-    dtypes_of,
     known_sizes,
     launches,
     lines,
@@ -16,20 +16,13 @@ from .generate import (
     schemas_of,
     sizes,
 )
+from .roles import DTYPES
 from .schema import Argument, Operator
 from .shapes import Part
 
-SCALAR_TYPES = {
-    "float64": "Double",
-    "float32": "Float",
-    "int64": "Long",
-    "int32": "Int",
-    "int16": "Short",
-    "int8": "Char",
-    "uint8": "Byte",
-    "bool": "Bool",
-}
-ANY_OF = {dtype: f"any_of(ScalarType::{kind})" for dtype, kind in SCALAR_TYPES.items()}
+# What Match gets: the dtypes that a tensor may have; name and tensor of element i of a list.
+ALLOWED = {dtype: f"any_of({scalar})" for dtype, (_, scalar) in DTYPES.items()} | NAMED_DTYPES
+ELEMENT = '("{0}" + place).c_str(), {0}[i]'
 
 
 def cpp_shape(expression: str, operator: Operator) -> str:
@@ -46,10 +39,6 @@ def _cpp_part(part: Part, known: dict[str, str]) -> str:
     begin, _, end = part.index.partition(":")
     bounds = [begin or "0"] * bool(part.index) + [end] * bool(end)
     return f"sizes_of({', '.join([known[part.tensor], *bounds])})"
-
-
-def _scalar(tensor: Argument) -> str:
-    return "dtype" if tensor.dtype == "same" else f"ScalarType::{SCALAR_TYPES[tensor.dtype]}"
 
 
 def _parameters(arguments: Iterable[Argument]) -> str:
@@ -116,7 +105,7 @@ def _arguments(operator: Operator) -> str:
     for each in operator.results.values() if operator.has_out else ():
         # Items that are already written must not change what other items read.
         read = " || ".join(f"args.{other.name} == {each.name}.const_data_ptr()" for other in operator.inputs)
-        made = f"allocate({each.name}.sizes(), {_scalar(each)}, {each.name})"
+        made = f"allocate({each.name}.sizes(), {DTYPES[each.dtype][1]}, {each.name})"
         text += f"  const bool reads_{each.name} = {read};\n"
         text += f"  const Tensor {each.name}_dense = reads_{each.name} ? {made} : as_contiguous({each.name});\n"
     text += lines(f"args.{name} = {size};" for name, size in sizes(operator).items())
@@ -160,7 +149,7 @@ def _items(operator: Operator) -> str:
 def _checks(operator: Operator) -> str:
     """Returns the statements that declare the op's name and check the arguments."""
     text = lines([f'const char *op = "{operator.name}";', "Match match(op);"])
-    text += lines(f"{call};" for call in checks(operator, ANY_OF))
+    text += lines(f"{call};" for call in checks(operator, ALLOWED))
     for each in operator.operands.values():
         if each.below:
             sizes = cpp_shape(f"[{each.below}]", operator)
@@ -169,15 +158,9 @@ def _checks(operator: Operator) -> str:
         if each.is_list:
             text += f"  for (size_t i = 0; i < {each.name}.size(); ++i) {{\n"
             text += '    const std::string place = "[" + std::to_string(i) + "]";\n'
-        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", _named))
+        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", ELEMENT))
         text += "  }\n" if each.is_list else ""
     return text + lines(f"{call};" for call in checks_of_gradients(operator, cpp_shape))
-
-
-def _named(tensor: Argument) -> str:
-    """Returns two C++ arguments: a tensor's name, and the tensor. For a list, they are those of element i."""
-    name = tensor.name
-    return f'("{name}" + place).c_str(), {name}[i]' if tensor.is_list else f'"{name}", {name}'
 
 
 def _allocated(operator: Operator, dtype: str = "dtype") -> str:
@@ -187,7 +170,7 @@ def _allocated(operator: Operator, dtype: str = "dtype") -> str:
         shape = cpp_shape(each.shape, operator)
         if each.is_optional:  # the gradient of an optional tensor
             shape = f"gradient_sizes({known_sizes(operator)[each.shape].removesuffix('.sizes()')})"
-        kind = dtype if each.dtype == "same" else _scalar(each)
+        kind = dtype if each.dtype == "same" else DTYPES[each.dtype][1]
         text += f"  const Tensor {each.name} = allocate({shape}, {kind}, {operator.first});\n"
     return text
 
@@ -226,9 +209,9 @@ def _with_out(operator: Operator) -> str:
     text += f"  compute(match, {given});\n  {_returned(operator)}\n}}\n\n"
     text += f"static void forward_out({with_outs}) {{\n" + _checks(operator)
     for each in operator.results.values():
-        text += f'  match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)});\n'
+        text += f'  match("{each.name}", {each.name}, {ALLOWED[each.dtype]});\n'
         text += f'  match.sizes("{each.name}", {each.name}, {cpp_shape(each.shape, operator)}, "the result");\n'
-        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", _named))
+        text += lines(f"{call};" for call in checks_of_memory(each, operator, "op", ELEMENT))
     return text + f"  compute(match, {given});\n}}\n"
 
 

@@ -121,10 +121,9 @@ def run_elsewhere(options: argparse.Namespace) -> int | None:
     root, name = found
     if root.samefile(tree.TREE):
         return None
-    if not (root / name / "command" / Path(__file__).name).exists():
-        raise CannotMake(
-            f"the package {name} in {root} has no command of its own; 'new-package --update {root}' brings it"
-        )
+    has_command = (root / name / "command" / Path(__file__).name).exists()
+    lacks = f"the package {name} in {root} has no command of its own"
+    require(has_command, f"{lacks}; 'new-package --update {root}' brings it")
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [sys.executable, "-m", name, *options.words, "--in", str(root)]
     return subprocess.run(words, cwd=root, env=os.environ | {"PYTHONPATH": path}).returncode
@@ -207,15 +206,15 @@ def plan_removal(name: str) -> Plan:
     """Plans the reverse of `new`: removes only what `new` writes, and nothing that other code uses."""
     tree.check_identifier("op", name.removesuffix("_"))
     folder = tree.TREE / "extension_cpp" / "csrc" / name
-    if not (folder / f"{name}.cpp").exists():
-        example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
-        raise CannotMake(f"there is no op '{name}': no {folder.relative_to(tree.TREE)}/{name}.cpp{example}")
+    example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
+    lacks = f"no {folder.relative_to(tree.TREE)}/{name}.cpp{example}"
+    require((folder / f"{name}.cpp").exists(), f"there is no op '{name}': {lacks}")
     places = f"extension_cpp/functional/{name}.py", f"tests/specs/{name}.py", f"tests/test_{name}.py"
     python = (tree.TREE / place for place in places)
     plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *python) if path.is_file()])
     for path in (*plan.removed, *compiled(name)):
-        if path.resolve() != tree.TREE.resolve() / path.relative_to(tree.TREE):
-            raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
+        is_there = path.resolve() == tree.TREE.resolve() / path.relative_to(tree.TREE)
+        require(is_there, f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     check_unused(name, plan)
     plan.changed = tree.in_tree(tree.without_op(tree.sources(), name))
     return plan

@@ -12,17 +12,18 @@ from .errors import CannotMake, require
 from .schema import C_KEYWORDS, DIFFERENTIABLE, Argument, Operator
 from .shapes import Part, parts, pattern, words_of
 
-# The C type for each dtype that an option can name. "same" is the dtype of the first tensor, a floating-point one.
-C_TYPES = {
-    "same": "T",
-    "float64": "double",
-    "float32": "float",
-    "int64": "int64_t",
-    "int32": "int32_t",
-    "int16": "int16_t",
-    "int8": "int8_t",
-    "uint8": "uint8_t",
-    "bool": "bool",
+# The C type, and the text in the shim, of each dtype that an option can name. "same" is the dtype of the first tensor,
+# which is floating point.
+DTYPES = {
+    "same": ("T", "dtype"),
+    "float64": ("double", "ScalarType::Double"),
+    "float32": ("float", "ScalarType::Float"),
+    "int64": ("int64_t", "ScalarType::Long"),
+    "int32": ("int32_t", "ScalarType::Int"),
+    "int16": ("int16_t", "ScalarType::Short"),
+    "int8": ("int8_t", "ScalarType::Char"),
+    "uint8": ("uint8_t", "ScalarType::Byte"),
+    "bool": ("bool", "ScalarType::Bool"),
 }
 MOST = 16  # the most values of a list of numbers, which kernels get in an array of their argument struct
 VECTORS = ("weight", "bias", "gamma", "beta", "scale")  # a tensor of such a name has one element for each column
@@ -52,7 +53,7 @@ def describe(operator: Operator, options: argparse.Namespace) -> None:
     for each in others:
         _guess(each, first)
     for name, dtype in pairs(options.dtype, "--dtype", [*operands, *results]).items():
-        require(dtype in C_TYPES, f"expected a dtype of {', '.join(C_TYPES)}, but got '{dtype}'")
+        require(dtype in DTYPES, f"expected a dtype of {', '.join(DTYPES)}, but got '{dtype}'")
         (operands | results)[name].dtype = dtype
     names = [*operands]
     for name, role in pairs(options.role, "--role", names).items():
