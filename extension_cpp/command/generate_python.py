@@ -83,15 +83,14 @@ def docstring(operator: Operator) -> str:
     """Returns the docstring of the public function. The user still has to write its first sentence and the formula."""
     text = f"{operator.name}: write what it computes, and the formula.\n\nArgs:\n"
     for each in operator.arguments:
-        operand = operator.operands.get(each.name)
-        if operand is None:
+        if not each.is_tensor:
             text += f"    {each.name}: {_annotation(each)}.\n"
             continue
-        kind = "floating point" if operand.dtype == "same" else operand.dtype
-        of_shape = f"shape {operand.shape}" if operand.shape.startswith("[") else operand.shape or "any shape"
-        of_shape = f"list of tensors of {of_shape}" if operand.is_list else of_shape
-        notes = "; None is allowed" if operand.is_optional else "; it is written" if operand.is_written else ""
-        notes += f"; values from 0 to below {operand.below}" if operand.below else ""
+        kind = "floating point" if each.dtype == "same" else each.dtype
+        of_shape = f"shape {each.shape}" if each.shape.startswith("[") else each.shape or "any shape"
+        of_shape = f"list of tensors of {of_shape}" if each.is_list else of_shape
+        notes = "; None is allowed" if each.is_optional else "; it is written" if each.is_written else ""
+        notes += f"; values from 0 to below {each.below}" if each.below else ""
         text += f"    {each.name}: {kind}, {of_shape}{notes}.\n"
     if operator.has_out:
         what = "the result" if len(operator.results) == 1 else f"{' and '.join(operator.results)}, of any strides"
@@ -305,13 +304,9 @@ def documents(operator: Operator) -> tuple[str, str]:
     parameters = (each.name + (f"={each.value!r}" if each.default else "") for each in operator.arguments)
     call = f"{name}({operator.listed(parameters, *['out=None'] * operator.has_out)})"
     order = f"in {' and '.join(f'`{each}`' for each in operator.grads)}, once" if operator.grads else "none"
-    summary, *rest = docstring(operator).replace("``", "`").splitlines()
-    lines = [f"## {name}", "", f"`{call}`", "", summary]
-    for line in rest:
-        heading, argument = re.fullmatch(r"(\w+):", line), re.fullmatch(r" {4}(\w+): (.*)", line)
-        if heading:
-            lines += [f"**{heading[1]}**", ""]
-        else:
-            lines.append(f"* `{argument[1]}`: {argument[2]}" if argument else line.strip())
-    lines += ["", "```text", *(f"extension_cpp::{schema}" for schema in schemas_of(operator)), "```"]
-    return f"| [`{call}`](#{name}) | {summary} | {order} |\n", "\n".join(lines) + "\n"
+    text = docstring(operator).replace("``", "`")
+    row = f"| [`{call}`](#{name}) | {text.splitlines()[0]} | {order} |\n"
+    text = re.sub(r"(?m)^(\w+):$", r"**\1**\n", text)
+    text = re.sub(r"(?m)^ {4}(\w+): ", r"* `\1`: ", text).replace("    ", "")
+    schemas = "".join(f"extension_cpp::{schema}\n" for schema in schemas_of(operator))
+    return row, f"## {name}\n\n`{call}`\n\n{text}\n```text\n{schemas}```\n"

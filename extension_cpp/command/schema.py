@@ -23,7 +23,9 @@ C_KEYWORDS = re.findall(
     volatile wchar_t while xor xor_eq
     """,
 )
-TYPES = ("Tensor", "int", "SymInt", "float", "bool")
+# The types, each with the Python types of its defaults.
+TYPES: dict[str, tuple[type, ...]]
+TYPES = {"Tensor": (), "int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
 DIFFERENTIABLE = ("same", "float64", "float32")  # dtypes
 NAME = r"[A-Za-z_]\w*"
 WRITTEN = r"\(\w+!\)"  # the (a!) of a tensor that is written
@@ -259,7 +261,6 @@ def _with_out(overload: Operator) -> Operator:
 
 def _check_defaults(arguments: list[Argument]) -> None:
     """Raises CannotMake if a default has another type, or if a positional argument without a default follows it."""
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
     before = ""
     for each in arguments:
         if each.default is None:
@@ -268,7 +269,7 @@ def _check_defaults(arguments: list[Argument]) -> None:
             continue
         before = each.name
         values = each.value if each.is_list else [each.value]
-        fits = each.is_optional if each.value is None else all(type(x) in kinds.get(each.type, ()) for x in values)
+        fits = each.is_optional if each.value is None else all(type(x) in TYPES[each.type] for x in values)
         if each.is_list and each.value is not None:
             fits &= len(values) == int(each.length) if each.length else each.default[0] == "["
         require(fits, f"expected a default of {each.kind.rstrip('?')} for {each.name}, but got {each.default}")

@@ -226,14 +226,14 @@ def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
     clang_format = ["clang-format", "-i", f"--style=file:{TREE / '.clang-format'}"]
     with tempfile.TemporaryDirectory() as folder:
         copies = {path: Path(folder, f"{number}{path.suffix}") for number, path in enumerate(texts)}
+        for path, copy in copies.items():
+            copy.write_text(texts[path])
         for (program, *options), suffixes in ((ruff, (".py", ".pyi")), (clang_format, C_SUFFIXES)):
-            files = [copies[path] for path in texts if path.suffix in suffixes]
-            for path in (path for path in texts if path.suffix in suffixes):
-                copies[path].write_text(texts[path])
-            program = str(Path(sysconfig.get_path("scripts"), program))
-            if files and Path(program).exists():
-                subprocess.run([program, *options, *files], capture_output=True, check=True)
-        return {path: copies[path].read_text() if copies[path].exists() else texts[path] for path in texts}
+            files = [copy for copy in copies.values() if copy.suffix in suffixes]
+            there = Path(sysconfig.get_path("scripts"), program)
+            if files and there.exists():
+                subprocess.run([there, *options, *files], capture_output=True, check=True)
+        return {path: copy.read_text() for path, copy in copies.items()}
 
 
 @contextlib.contextmanager
