@@ -204,32 +204,24 @@ def _checks_of_memory(written: Argument, operator: Operator) -> list[str]:
 
 
 def _setup_context(operator: Operator) -> str:
-    arguments = [each.name for each in operator.positional]
-    keyword_only = [each.name for each in operator.keyword_only]
     results = [*operator.results]
-
-    def place(name: str) -> str:
-        if name in keyword_only:
-            return f'keyword_only_inputs["{name}"]'
-        if name in arguments:
-            return f"inputs[{arguments.index(name)}]"
-        return "output" if len(results) == 1 else f"output[{results.index(name)}]"
-
-    kept = ", ".join(map(place, operator.saved))
-    texts, options = [f"ctx.save_for_backward({kept})"], []
+    places = {each.name: f"inputs[{i}]" for i, each in enumerate(operator.positional)}
+    places |= {each.name: f'keyword_only_inputs["{each.name}"]' for each in operator.keyword_only}
+    places |= {name: f"output[{i}]" if len(results) > 1 else "output" for i, name in enumerate(results)}
+    texts, options = [f"ctx.save_for_backward({', '.join(places[name] for name in operator.saved)})"], []
     for name in operator.sizes_of:
-        is_none = f"None if {place(name)} is None else " if operator.operands[name].is_optional else ""
-        options.append(f"{is_none}{place(name)}.shape")
-    options += [place(each.name) for each in operator.numbers]
+        is_none = f"None if {places[name]} is None else " if operator.operands[name].is_optional else ""
+        options.append(f"{is_none}{places[name]}.shape")
+    options += [places[each.name] for each in operator.numbers]
     texts += [f"ctx.options = {tuple_of(options)}  # of the backward operator"] if options else []
-    whole = [place(each.name) for each in operator.results.values() if each not in operator.differentiable_results]
+    whole = [places[each.name] for each in operator.results.values() if each not in operator.differentiable_results]
     texts += [f"ctx.mark_non_differentiable({', '.join(whole)})"] if whole else []
     if _lacks_some_grads(operator):
         texts.append(
             "ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the others"
         )
     parameters = "ctx: Any, inputs: tuple[Any, ...], output: Any"
-    parameters += ", keyword_only_inputs: dict[str, Any]" if keyword_only else ""
+    parameters += ", keyword_only_inputs: dict[str, Any]" if operator.keyword_only else ""
     header = f"def {operator.name}_setup_context({parameters}) -> None:\n"
     return header + body(texts) + "\n\n"
 

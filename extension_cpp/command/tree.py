@@ -250,23 +250,12 @@ def stop(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)  # the status with which a shell reports a process that this signal ended
 
 
-def undo(made: list[Path], before: dict[Path, bytes]) -> None:
-    with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second signal must not stop this
-        for path, content in before.items():
-            path.write_bytes(content)
-        for path in reversed(made):
-            if path.is_dir():
-                path.rmdir()
-            else:
-                path.unlink(missing_ok=True)
-
-
 def write(plan: Plan) -> None:
     """Writes all files of the plan or, if something stops it, none."""
     for each in plan.new:
         require(not each.exists(), f"{each} exists; nothing is overwritten")
-    made: list[Path] = []
     before = {path: path.read_bytes() for path in (*plan.changed, *plan.removed)}
+    undo = contextlib.ExitStack()
     path = None
     try:
         with on_signals(stop, signal.SIGTERM):
@@ -274,16 +263,20 @@ def write(plan: Plan) -> None:
                 for folder in reversed(path.parents):
                     if not folder.is_dir():
                         folder.mkdir()
-                        made.append(folder)
+                        undo.callback(folder.rmdir)
                 if path in plan.new:
-                    made.append(path)
+                    undo.callback(path.unlink, missing_ok=True)
+                else:
+                    undo.callback(path.write_bytes, before[path])
                 path.write_text(text)
                 if text.startswith("#!"):
                     path.chmod(0o755)
             for path in plan.removed:
+                undo.callback(path.write_bytes, before[path])
                 path.unlink()
     except BaseException as error:
-        undo(made, before)
+        with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second signal must not stop this
+            undo.close()
         if isinstance(error, OSError):  # the error of a full disk names no file
             where = error.filename or path
             raise CannotMake(f"cannot write {where}: {error.strerror}; everything is as it was") from error
