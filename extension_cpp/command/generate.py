@@ -16,7 +16,7 @@ MARK = "WRITE THE FORMULA HERE: so far these are zeros."
 NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}
 
 
-# ---- backward, as an operator of its own ----
+# ---- backward and the overload .out, as operators of their own ----
 
 
 def launches(operator: Operator) -> list[Operator]:
@@ -25,10 +25,8 @@ def launches(operator: Operator) -> list[Operator]:
 
 
 def backward(operator: Operator) -> Operator:
-    """Returns the backward of an operator.
-
-    Its arguments are the results' gradients, what is saved, the sizes of other tensors with a gradient, and numbers.
-    """
+    """Returns the backward of an operator. Its arguments are the results' gradients, what is saved, the sizes of other
+    tensors with a gradient, and numbers."""
     arguments = []
     for each in operator.differentiable_results:
         shape = f"like {each.name}" if each.name in operator.saved else ""
@@ -62,28 +60,29 @@ def _saved(name: str, operator: Operator) -> Argument:
     return replace(tensor, shape=shape, below="", default=None)
 
 
+def overload(operator: Operator) -> Operator:
+    """Returns the overload .out of an operator, which has the results as arguments."""
+    outs = [replace(each, keyword_only=True) for each in operator.results.values()]
+    return Operator(f"{operator.name}.out", [*operator.arguments, *outs], {})
+
+
 # ---- sizes ----
 
 
 def sizes(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the sizes that the shape patterns name to their C++ expressions in the shim.
-
-    Backward also knows the named sizes of a tensor with a gradient that is not saved.
-    """
+    """Returns a dictionary from the sizes that the shape patterns name to their C++ expressions in the shim. Backward
+    also knows the named sizes of a tensor with a gradient that is not saved."""
     found: dict[str, str] = {}
     for each in operator.operands.values():
-        found |= {word: f'match.size("{word}")' for word in _names_of(each) if not each.is_optional}
+        names = [word for word in words_of(each.shape) if word.isidentifier() and not each.is_optional]
+        found |= {word: f'match.size("{word}")' for word in names}
     for each in _unsaved(operator):
-        words = words_of(each.shape)
-        for place, word in enumerate([] if each.is_optional else words):
-            dim = place - len(words) if "*" in words[:place] else place
-            found |= {word: f"size_of({each.name}_sizes, {dim})"} if word in _names_of(each) - found.keys() else {}
+        words = [] if each.is_optional else words_of(each.shape)
+        for place, word in enumerate(words):
+            if word.isidentifier():
+                dim = place - len(words) if "*" in words[:place] else place
+                found.setdefault(word, f"size_of({each.name}_sizes, {dim})")
     return found
-
-
-def _names_of(tensor: Argument) -> dict[str, None]:
-    """Returns the names of sizes in a tensor's shape pattern, in their order there, as keys of a dictionary."""
-    return dict.fromkeys(word for word in words_of(tensor.shape) if word != "*" and not word.isdigit())
 
 
 def _unsaved(operator: Operator) -> list[Argument]:
@@ -92,10 +91,8 @@ def _unsaved(operator: Operator) -> list[Argument]:
 
 
 def known_sizes(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the tensors to the C++ expressions of their sizes.
-
-    Lists of numbers are in it, too, because a shape may have their values as sizes.
-    """
+    """Returns a dictionary from the tensors to the C++ expressions of their sizes. Lists of numbers are in it, too,
+    because a shape may have their values as sizes."""
     found = {name: f"{name}.sizes()" for name in operator.operands}
     found |= {each.name: each.name for each in operator.number_lists}
     return found | {each.name: f"{each.name}_sizes" for each in _unsaved(operator)}
@@ -124,16 +121,10 @@ def schema_of(operator: Operator) -> str:
     return f"{operator.name}({operator.listed(arguments)}) -> {results}"
 
 
-def out_schema(operator: Operator) -> str:
-    """Returns the schema of the overload .out."""
-    outs = [f"Tensor({letter}!) {name}" for letter, name in zip("abcdefghijklmnop", operator.results, strict=False)]
-    return f"{operator.name}.out({operator.listed((each.text for each in operator.arguments), *outs)}) -> ()"
-
-
-def schemas_of(operator: Operator) -> list[str]:
-    """Returns the schemas of an operator, of its overload .out and of its backward, in the order of `make docs`."""
-    found, *others = map(schema_of, launches(operator))
-    return [found, *([out_schema(operator)] if operator.has_out else []), *others]
+def operators_of(operator: Operator) -> list[Operator]:
+    """Returns the operators that have a schema, in the order of `make docs`."""
+    overloads = [overload(operator)] if operator.has_out else []
+    return [operator, *overloads, *launches(operator)[1:]]
 
 
 # ---- checks, the same in the shim and in the fake ----
@@ -172,9 +163,7 @@ def checks(operator: Operator, dtypes: dict[str, str]) -> list[str]:
 
 def checks_of_gradients(operator: Operator, shape: Callable[[str, Operator], str]) -> list[str]:
     """Returns the calls by which backward checks gradients of results that are not saved, if it knows the sizes.
-
-    `shape` translates the shape of a result to the language of the calls.
-    """
+    `shape` translates the shape of a result to the language of the calls."""
     calls = []
     for result in operator.of.differentiable_results if operator.of else []:
         grad = f"grad_{result.name}"

@@ -11,8 +11,10 @@ from .generate import (
     checks_of_memory,
     known_sizes,
     launches,
+    operators_of,
+    overload,
     resolved,
-    schemas_of,
+    schema_of,
 )
 from .roles import DTYPES
 from .schema import Argument, Operator
@@ -180,8 +182,7 @@ def _new(result: Argument, operator: Operator) -> str:
 def _out_fake(operator: Operator) -> str:
     """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
     outs, first = [*operator.results.values()], operator.first
-    parameters = _parameters(operator, *(f"{each.name}: Tensor" for each in outs))
-    text = f"def {operator.name}_out_fake({parameters}) -> None:\n"
+    text = f"def {operator.name}_out_fake({_parameters(overload(operator))}) -> None:\n"
     text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
     text += body([f'match = Match("{operator.name}")', f'match("{first}", {first}, FLOATING)'])
     for place, each in enumerate(outs):
@@ -227,10 +228,8 @@ def _setup_context(operator: Operator) -> str:
 
 
 def _lacks_some_grads(operator: Operator) -> bool:
-    """Returns whether exactly one of several results is differentiable.
-
-    If so, backward gets None and not zeros as the gradients of the other results, which saves their allocation.
-    """
+    """Returns whether exactly one of several results is differentiable. If so, backward gets None and not zeros as the
+    gradients of the other results, which saves their allocation."""
     return len(operator.differentiable_results) == 1 < len(operator.results)
 
 
@@ -300,5 +299,5 @@ def documents(operator: Operator) -> tuple[str, str]:
     row = f"| [`{call}`](#{name}) | {text.splitlines()[0]} | {order} |\n"
     text = re.sub(r"(?m)^(\w+):$", r"**\1**\n", text)
     text = re.sub(r"(?m)^ {4}(\w+): ", r"* `\1`: ", text).replace("    ", "")
-    schemas = "".join(f"extension_cpp::{schema}\n" for schema in schemas_of(operator))
+    schemas = "".join(f"extension_cpp::{schema_of(each)}\n" for each in operators_of(operator))
     return row, f"## {name}\n\n`{call}`\n\n{text}\n```text\n{schemas}```\n"

@@ -12,8 +12,10 @@ from .generate import (
     known_sizes,
     launches,
     lines,
+    operators_of,
+    overload,
     resolved,
-    schemas_of,
+    schema_of,
     sizes,
 )
 from .roles import DTYPES
@@ -92,10 +94,8 @@ def _launch(operator: Operator) -> str:
 
 
 def _arguments(operator: Operator) -> str:
-    """Returns the statements that make the tensors contiguous and fill the argument struct.
-
-    They do not set the pointers to outputs, which may not be allocated yet.
-    """
+    """Returns the statements that make the tensors contiguous and fill the argument struct. They do not set the
+    pointers to outputs, which may not be allocated yet."""
     # Each input is in a local variable, because a copy must live until the launch.
     text = lines(f"const auto {each.name}_dense = {_dense(each, operator)};" for each in operator.inputs)
     text += lines(f"const Tensor {each.name}_dense = as_contiguous({each.name});" for each in operator.written)
@@ -120,10 +120,8 @@ def _arguments(operator: Operator) -> str:
 
 
 def _dense(tensor: Argument, operator: Operator) -> str:
-    """Returns the C++ expression of an input as the kernel reads it.
-
-    The input is contiguous. If its pattern is "broadcasts to x", it is also expanded to the shape of x.
-    """
+    """Returns the C++ expression of an input as the kernel reads it. The input is contiguous. If its pattern is
+    "broadcasts to x", it is also expanded to the shape of x."""
     # The shape of a saved tensor is empty if backward cannot check it. The operand itself still has it.
     shape = tensor.shape or (operator.of or operator).operands.get(tensor.name, tensor).shape
     relation, _, of = shape.rpartition(" ")
@@ -198,9 +196,8 @@ def _function(operator: Operator) -> str:
 
 def _with_out(operator: Operator) -> str:
     """Returns the functions of an operator with an overload .out: one computes into given tensors, and two call it."""
-    parameters = _parameters(operator.arguments)
-    given = ", ".join([*(each.name for each in operator.arguments), *operator.results])
-    with_outs = ", ".join([parameters, *(f"const Tensor &{name}" for name in operator.results)])
+    parameters, with_outs = _parameters(operator.arguments), _parameters(overload(operator).arguments)
+    given = ", ".join(each.name for each in overload(operator).arguments)
     text = f"static void compute(const Match &match, {with_outs}) {{\n"
     text += f'  const char *op = "{operator.name}";\n  const dtype_t dtype = match.dtype();\n'
     text += _call(operator, "return;") + "}\n\n"
@@ -239,14 +236,13 @@ def shim(operator: Operator) -> str:
     text += f'#include "{name}/{name}.h"\n\n#include "common/shim/fields.h"\n\n'
     text += f"namespace extension_cpp::{name} {{\n\n"
     text += "".join(f"{_function(each)}\n" for each in launches(operator))
-    functions = {f"{name}.out": "forward_out", f"{name}_backward": "backward"}
-    suffix, defined, implemented = ("_WITH_NO_GRAD" if operator.grads else ""), "", ""
-    for schema in schemas_of(operator):
-        op = schema.partition("(")[0]
-        function = functions.get(op, "forward")
-        kind = "" if op.endswith(".out") else suffix  # the overload has no Autograd kernel, so it needs none without
-        defined += f'  DEF{kind}(m, "{schema}", &{function});\n'
-        implemented += f'  impl{kind.lower()}(m, "{op}", TORCH_BOX(&{function}));\n'
+    defined, implemented = "", ""
+    for each in operators_of(operator):
+        is_out = each.name.endswith(".out")  # the overload has no Autograd kernel, so that it needs none without one
+        function = "forward_out" if is_out else each.direction
+        suffix = "_WITH_NO_GRAD" if operator.grads and not is_out else ""
+        defined += f'  DEF{suffix}(m, "{schema_of(each)}", &{function});\n'
+        implemented += f'  impl{suffix.lower()}(m, "{each.name}", TORCH_BOX(&{function}));\n'
     text += f"STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {{\n{defined}}}\n\n"
     text += f"REGISTER_KERNELS(m) {{\n{implemented}}}\n\n"
     return text + f"}}  // namespace extension_cpp::{name}\n"

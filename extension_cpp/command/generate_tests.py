@@ -68,10 +68,8 @@ def _fields(operator: Operator, options: list[Argument]) -> dict[str, Any]:
 
 
 def _is_by_lines(operator: Operator) -> bool:
-    """Returns whether each row of the results may depend on the same row of the first tensor alone.
-
-    The answer follows from the shapes. The formula is not known here.
-    """
+    """Returns whether each row of the results may depend on the same row of the first tensor alone. The answer follows
+    from the shapes. The formula is not known here."""
     first, *others = operator.operands.values()
     words = words_of(first.shape)
     fits = (f"like {first.name}", f"broadcasts to {first.name}", f"[{words[-1]}]" if words else "")
@@ -182,10 +180,8 @@ def _tensor(tensor: Argument, operator: Operator) -> str:
 
 
 def _index(operand: Argument, operator: Operator) -> list[str]:
-    """Returns the statements that make an index tensor, behind those that make the tensors that bound it.
-
-    A shape for which no value is below the bound gets no sample.
-    """
+    """Returns the statements that make an index tensor, behind those that make the tensors that bound it. A shape for
+    which no value is below the bound gets no sample."""
     part = parts(f"[{operand.below}]")[0]
     below = f"{part.tensor}.shape[{part.index}]" if part.tensor else part.number
     drawn = f"{_shape(operand, operator)}, {below}, number{', different=True' if operator.written else ''}"

@@ -202,27 +202,28 @@ def new(op: Addition, state: str) -> None:
 # ---- removing an op ----
 
 
-def plan_removal(name: str) -> Plan:
-    """Plans the reverse of `new`: removes only what `new` writes, and nothing that other code uses."""
+def remove_op(name: str) -> None:
+    """Removes an op from this repository: only what `new` writes and the compiled files, and nothing that other code
+    uses."""
     tree.check_identifier("op", name.removesuffix("_"))
     folder = tree.TREE / "extension_cpp" / "csrc" / name
     example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
     lacks = f"no {folder.relative_to(tree.TREE)}/{name}.cpp{example}"
     require((folder / f"{name}.cpp").exists(), f"there is no op '{name}': {lacks}")
+    compiled = [*tree.TREE.glob(f"build/*/{name}"), *tree.TREE.glob(f"build/*/*/{name}")]
     places = f"extension_cpp/functional/{name}.py", f"tests/specs/{name}.py", f"tests/test_{name}.py"
     python = (tree.TREE / place for place in places)
     plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *python) if path.is_file()])
-    for path in (*plan.removed, *compiled(name)):
+    for path in (*plan.removed, *compiled):
         is_there = path.resolve() == tree.TREE.resolve() / path.relative_to(tree.TREE)
         require(is_there, f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     check_unused(name, plan)
     plan.changed = tree.in_tree(tree.without_op(tree.sources(), name))
-    return plan
-
-
-def compiled(name: str) -> list[Path]:
-    """Returns the folders with the compiled files of an op."""
-    return [*tree.TREE.glob(f"build/*/{name}"), *tree.TREE.glob(f"build/*/*/{name}")]
+    tree.write(plan)
+    for path in (folder, *compiled):
+        shutil.rmtree(path)
+    tree.report(plan, tree.TREE)
+    print(NEXT_WITHOUT)
 
 
 def check_unused(name: str, plan: Plan) -> None:
@@ -236,13 +237,3 @@ def check_unused(name: str, plan: Plan) -> None:
         found = word.search(path.read_text())
         if found is not None:
             raise CannotMake(f"{path.relative_to(tree.TREE)} uses {found[0]}; take that out first")
-
-
-def remove_op(name: str) -> None:
-    """Removes an op from this repository: the files of `new`, and the compiled files."""
-    plan = plan_removal(name)
-    tree.write(plan)
-    for folder in (tree.TREE / "extension_cpp" / "csrc" / name, *compiled(name)):
-        shutil.rmtree(folder)
-    tree.report(plan, tree.TREE)
-    print(NEXT_WITHOUT)

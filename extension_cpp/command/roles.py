@@ -142,10 +142,8 @@ def _check_supported(operator: Operator) -> None:
 
 
 def _check_lists(operator: Operator) -> None:
-    """Raises CannotMake for lists that do not fit one kernel launch for each index.
-
-    The launch for index i reads and writes only the tensors at index i of all lists.
-    """
+    """Raises CannotMake for lists that do not fit one kernel launch for each index. The launch for index i reads and
+    writes only the tensors at index i of all lists."""
     if not operator.has_lists:
         return
     is_first = [each.is_list for each in operator.operands.values()][:1] == [True]

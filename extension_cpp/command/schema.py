@@ -97,10 +97,8 @@ class Operator:
 
     @property
     def operands(self) -> dict[str, Argument]:
-        """Returns the tensors among the arguments by name, in the order in which they are checked.
-
-        The dtype and device of the others are compared with those of the first one.
-        """
+        """Returns the tensors among the arguments by name, in the order in which they are checked. The dtype and device
+        of the others are compared with those of the first one."""
         found = [each for each in self.arguments if each.is_tensor]
         if self.of is not None:
             saved = self.of.saved

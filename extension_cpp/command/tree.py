@@ -146,10 +146,8 @@ def with_entry(text: str, name: str, entry: str) -> str:
 
 
 def with_marks(text: str, marks: Iterable[str] = ()) -> str:
-    """Imports into ops.py those names of registration/entries.py that it uses: `register`, and marks in capitals.
-
-    They are among the names that ops.py imports so far, and `marks`.
-    """
+    """Imports into ops.py those names of registration/entries.py that it uses: `register`, and marks in capitals. They
+    are among the names that ops.py imports so far, and `marks`."""
     imported = re.search(r"^from \.registration\.entries import (?:\(([^)]*)\)|([\w, ]*).*)\n", text, re.MULTILINE)
     if imported is None:
         raise CannotMake("extension_cpp/ops.py imports nothing from .registration.entries")
@@ -219,9 +217,7 @@ def without_op(texts: dict[str, str], name: str) -> dict[str, str]:
 
 def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
     """Returns the texts formatted as `make lint` requires, because line breaks depend on the length of the op's name.
-
-    Without clang-format and ruff the texts stay unformatted; `make format` formats them later.
-    """
+    Without clang-format and ruff the texts stay unformatted; `make format` formats them later."""
     ruff = ["ruff", "format", "--quiet", "--isolated", "--line-length=120", "--target-version=py310"]
     clang_format = ["clang-format", "-i", f"--style=file:{TREE / '.clang-format'}"]
     with tempfile.TemporaryDirectory() as folder:
