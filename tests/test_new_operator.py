@@ -384,6 +384,12 @@ def test_an_index_of_samples_has_valid_values(words: list[str], shape: tuple[int
         assert not written or len(index.unique()) == index.numel()
 
 
+def test_an_index_may_be_bounded_by_a_product_of_sizes() -> None:
+    words = "f(Tensor x, Tensor index) -> Tensor", "--role", "x=[rows, cols]", "index=index:*x:[tokens]"
+    samples = samples_of((3, 5), *words)
+    assert len(samples) == 2 and all(index.min() >= 0 and index.max() < x.numel() for x, index in samples)
+
+
 def test_an_index_without_a_valid_value_gets_no_sample() -> None:
     words = "f(Tensor x, Tensor target) -> Tensor", "--role", "x=[*, vocab]", "target=index:x[-1]:[*]"
     assert len(samples_of((3, 0), *words)) == 0 and len(samples_of((3, 5), *words)) == 2

@@ -130,11 +130,16 @@ def _fit(operator: Operator) -> list[str]:
             texts.append(f'fit["{bound}"] = torch.Size({shape}).numel() + 1')
             known.add(bound)
         elif part.tensor:
-            below = f"{_shape(operator.operands[part.tensor], operator)}[{part.index}]"
+            below = _size(_shape(operator.operands[part.tensor], operator), part)
             free = [word for word in words_of(each.shape) if word.isidentifier() and word not in known]
             texts += [f'fit["{word}"] = min(3, {below})' for word in free]
             known |= {*free}
     return texts
+
+
+def _size(shape: str, part: Part) -> str:
+    """Returns the Python expression of a size, or of a product of sizes, in the shape of a tensor."""
+    return f"{shape}[{part.index}]" if part.is_size else f"torch.Size({shape}[{part.index or ':'}]).numel()"
 
 
 def _word(part: Part, operator: Operator) -> str:
@@ -183,7 +188,7 @@ def _index(operand: Argument, operator: Operator) -> list[str]:
     """Returns the statements that make an index tensor, behind those that make the tensors that bound it. A shape for
     which no value is below the bound gets no sample."""
     part = parts(f"[{operand.below}]")[0]
-    below = f"{part.tensor}.shape[{part.index}]" if part.tensor else part.number
+    below = _size(f"{part.tensor}.shape", part) if part.tensor else part.number
     drawn = f"{_shape(operand, operator)}, {below}, number{', different=True' if operator.written else ''}"
     made = f"{operand.name} = indices_below({drawn}).to({operator.first}.device)"
     none = [f"if {below} == 0 < {operand.name}.numel():", "    return  # no value is below 0"]
