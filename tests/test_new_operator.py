@@ -52,6 +52,7 @@ def test_schemas_are_read(text: str) -> None:
         ("f Tensor x) -> Tensor", "expected '(' at column 3 of the schema, but got 'Tensor'"),
         ("f(Tensr x) -> Tensor", "types Tensor, int, SymInt, float, bool at column 3 of the schema, but got 'Tensr'"),
         ("f(Tensor x, Tensor x) -> Tensor", "a name that no other argument has at column 20"),
+        ("f(Tensor x) -> (Tensor y, Tensor y)", "a name that no other result has at column 34"),
         ("f(Tensor x, float s=abc) -> Tensor", "a default value at column 21 of the schema, but got 'abc'"),
         ("f(Tensor x, float[] s=[1, abc]) -> Tensor", "a default value at column 27 of the schema, but got 'abc'"),
         ("f(Tensor x)", "expected '->' at column 12 of the schema, but got its end"),

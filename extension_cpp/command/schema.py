@@ -303,9 +303,11 @@ def _results(reader: _Reader) -> list[Argument]:
     if not reader.take(r"\("):
         is_list = _is_list(reader)
         return [Argument(reader.take(".+") or "out", is_list=is_list)]
-    found = []
+    found: list[Argument] = []
     for _ in reader.elements(r"\)"):
         is_list = _is_list(reader)
+        if reader.word in [each.name for each in found]:
+            raise reader.fail("a name that no other result has")
         found.append(Argument(reader.take(NAME, "the result's name"), is_list=is_list))
     kinds = {each.is_list for each in found}
     require(len(kinds) < 2, "expected results that are all tensors or all lists of tensors")
