@@ -115,9 +115,8 @@ def schema_of(operator: Operator) -> str:
     arguments = [
         each.text.replace("(!)", f"({next(letters)}!)") if each.is_written else each.text for each in operator.arguments
     ]
-    kind = "Tensor[]" if operator.gives_lists else "Tensor"
-    names = [f"{kind} {name}" for name in operator.results]
-    results = "()" if not names else kind if len(names) == 1 else f"({', '.join(names)})"
+    named = [f"Tensor{'[]' * each.is_list} {each.name}" for each in operator.results.values()]
+    results = named[0].split()[0] if len(named) == 1 else f"({', '.join(named)})"
     return f"{operator.name}({operator.listed(arguments)}) -> {results}"
 
 

@@ -148,7 +148,7 @@ def _check_lists(operator: Operator) -> None:
         return
     is_first = [each.is_list for each in operator.operands.values()][:1] == [True]
     require(is_first, "expected a list as the first tensor, because the others have its length")
-    fits = operator.gives_lists or not operator.results
+    fits = all(each.is_list for each in operator.results.values())
     require(fits, "expected results of Tensor[], one tensor for each of the list")
     for each in operator.written:
         require(each.is_list, f"expected {each.name} to be a list, because each of the launches would write it")

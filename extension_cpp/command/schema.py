@@ -1,4 +1,4 @@
-"""Parses the schema of an operator for `new --schema`, without torch. The schema is in PyTorch's syntax, such as
+"""Describes an operator for `new --schema`, and parses its schema without torch. It is in PyTorch's syntax, such as
 
 topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 """
@@ -148,13 +148,9 @@ class Operator:
         return f"{(self.of or self).name}_{self.direction}"
 
     @property
-    def gives_lists(self) -> bool:
-        return any(each.is_list for each in self.results.values())
-
-    @property
     def has_lists(self) -> bool:
         """Returns whether an argument or a result is a list of tensors."""
-        return self.gives_lists or any(each.is_list for each in self.operands.values())
+        return any(each.is_list for each in (*self.operands.values(), *self.results.values()))
 
     @property
     def has_unknown_size(self) -> bool:
