@@ -101,12 +101,9 @@ def in_tree(texts: dict[str, str]) -> dict[Path, str]:
     return {TREE / place: text for place, text in texts.items()}
 
 
-def in_this_tree(place: str) -> bool:
-    return (TREE / place).exists()
-
-
-def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool] = in_this_tree) -> None:
+def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool] | None = None) -> None:
     """Refuses an op's name that is taken in the tree of these texts, or that hides a builtin in ops.py."""
+    exists = exists or (lambda place: (TREE / place).exists())
     name, taken = op.name, f"the name '{op.name}' is taken"
     folders = ("", "extension_cpp/", "extension_cpp/csrc/", "examples/")
     modules = f"extension_cpp/{name}.py", f"extension_cpp/functional/{name}.py"
