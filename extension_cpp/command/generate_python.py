@@ -42,8 +42,8 @@ def _parameters(operator: Operator, *outs: str, defaults: bool = False) -> str:
 
 def _names(operator: Operator, by_keyword: bool = True) -> str:
     """Returns the arguments of a call as Python text."""
-    keywords = {each.name for each in operator.keyword_only if by_keyword}
-    return ", ".join(f"{each.name}={each.name}" if each.name in keywords else each.name for each in operator.arguments)
+    keywords = operator.keyword_only if by_keyword else []
+    return ", ".join(f"{each.name}={each.name}" if each in keywords else each.name for each in operator.arguments)
 
 
 def _returned(operator: Operator) -> str:
@@ -206,7 +206,7 @@ def _checks_of_memory(written: Argument, operator: Operator) -> list[str]:
 
 def _setup_context(operator: Operator) -> str:
     results = [*operator.results]
-    places = {each.name: f"inputs[{i}]" for i, each in enumerate(operator.positional)}
+    places = {each.name: f"inputs[{i}]" for i, each in enumerate(operator.arguments)}
     places |= {each.name: f'keyword_only_inputs["{each.name}"]' for each in operator.keyword_only}
     places |= {name: f"output[{i}]" if len(results) > 1 else "output" for i, name in enumerate(results)}
     texts, options = [f"ctx.save_for_backward({', '.join(places[name] for name in operator.saved)})"], []

@@ -161,7 +161,7 @@ def _sample(operator: Operator) -> list[str]:
             tensors.append(f"{each.name} = {_tensor(each, operator)}")
         is_left_out = each.is_tensor and each.is_optional
         made.append(f"{each.name} if number == 0 else None" if is_left_out else each.name)
-    positional = tuple_of(made[: len(operator.positional)])
+    positional = tuple_of(made[: len(made) - len(operator.keyword_only)])
     keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.keyword_only)
     return [*numbers, *tensors, *indices, f"yield Sample({positional}{f', {{{keywords}}}' if keywords else ''})"]
 

@@ -119,11 +119,8 @@ class Operator:
         return [each for each in self.numbers if each.is_list]
 
     @property
-    def positional(self) -> list[Argument]:
-        return [each for each in self.arguments if not each.keyword_only]
-
-    @property
     def keyword_only(self) -> list[Argument]:
+        """Returns the arguments behind the "*", which are the last ones."""
         return [each for each in self.arguments if each.keyword_only]
 
     @property
@@ -174,7 +171,7 @@ class Operator:
         """Joins texts, one for each argument, and those of outputs. A "*" stands before the keyword-only ones."""
         found = [*texts]
         if self.keyword_only or outs:
-            found.insert(len(self.positional), "*")
+            found.insert(len(self.arguments) - len(self.keyword_only), "*")
         return ", ".join([*found, *outs])
 
 
