@@ -41,7 +41,7 @@ def test_schemas_are_read(text: str) -> None:
     parsed = schema.parse(text)
     shown = parsed.listed(each.text for each in parsed.arguments)
     assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
-    assert schema.parse(generate.forward_schema(operator_of(text))) == schema.parse(
+    assert schema.parse(generate.schema_of(operator_of(text))) == schema.parse(
         re.sub(r"\((Tensor \w+(?:, Tensor \w+)*)\)$", r"(\1)", text)
     )
 
@@ -52,6 +52,7 @@ def test_schemas_are_read(text: str) -> None:
         ("f Tensor x) -> Tensor", "expected '(' at column 3 of the schema, but got 'Tensor'"),
         ("f(Tensr x) -> Tensor", "types Tensor, int, SymInt, float, bool at column 3 of the schema, but got 'Tensr'"),
         ("f(Tensor x, Tensor x) -> Tensor", "a name that no other argument has at column 20"),
+        ("f(Tensor x) -> (Tensor y, Tensor y)", "a name that no other result has at column 34"),
         ("f(Tensor x, float s=abc) -> Tensor", "a default value at column 21 of the schema, but got 'abc'"),
         ("f(Tensor x, float[] s=[1, abc]) -> Tensor", "a default value at column 27 of the schema, but got 'abc'"),
         ("f(Tensor x)", "expected '->' at column 12 of the schema, but got its end"),
@@ -300,7 +301,7 @@ KERNELS = {
 }
 
 
-def operator_of(*words: str) -> roles.Operator:
+def operator_of(*words: str) -> schema.Operator:
     parser = argparse.ArgumentParser()
     new.add_schema(parser)
     operator = new.described(parser.parse_args(["--schema", *words], argparse.Namespace(kind=None)), None)
@@ -336,7 +337,7 @@ def test_kernels_get_a_mask_in_the_shape_to_which_it_broadcasts() -> None:
 )
 def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str], sizes: dict[str, str]) -> None:
     operator = operator_of(*words)
-    assert generate.launches(operator)[1].sizes == sizes
+    assert generate.sizes(generate.backward(operator)) == sizes
     shim, header = generate_shim.shim(operator), generate.header(operator)
     for name, size in sizes.items():
         assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
@@ -384,6 +385,12 @@ def test_an_index_of_samples_has_valid_values(words: list[str], shape: tuple[int
         assert not written or len(index.unique()) == index.numel()
 
 
+def test_an_index_may_be_bounded_by_a_product_of_sizes() -> None:
+    words = "f(Tensor x, Tensor index) -> Tensor", "--role", "x=[rows, cols]", "index=index:*x:[tokens]"
+    samples = samples_of((3, 5), *words)
+    assert len(samples) == 2 and all(index.min() >= 0 and index.max() < x.numel() for x, index in samples)
+
+
 def test_an_index_without_a_valid_value_gets_no_sample() -> None:
     words = "f(Tensor x, Tensor target) -> Tensor", "--role", "x=[*, vocab]", "target=index:x[-1]:[*]"
     assert len(samples_of((3, 0), *words)) == 0 and len(samples_of((3, 5), *words)) == 2
@@ -419,7 +426,7 @@ def test_files_say_that_nothing_checks_an_index_on_a_gpu() -> None:
 
 def test_an_overload_out_writes_its_operator_too() -> None:
     operator = operator_of("f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()", "--grad", "x", "--save", "y")
-    assert generate.schemas_of(operator) == [
+    assert [generate.schema_of(each) for each in generate.operators_of(operator)] == [
         "f(Tensor x, *, int k) -> (Tensor y, Tensor z)",
         "f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()",
         "f_backward(Tensor grad_y, Tensor grad_z, Tensor y, SymInt[] x_sizes, int k) -> Tensor",
@@ -431,7 +438,8 @@ def test_an_overload_out_writes_its_operator_too() -> None:
 
 def test_nothing_may_be_saved() -> None:
     operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
-    assert generate.backward_schema(operator) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
+    backward = generate.backward(operator)
+    assert generate.schema_of(backward) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
 
 
 def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() -> None:

@@ -4,11 +4,11 @@ The module also has the functions that the generators of the other files share. 
 write zeros into all outputs. tree.laid_out() formats the C code later.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from .roles import C_TYPES, MOST, Operand, Operator
-from .schema import Argument
+from .roles import DTYPES, MOST
+from .schema import Argument, Operator
 from .shapes import Part, parts, words_of
 
 # Marks the place for the formula. If a result is wrong, tests/judge.py names the lines that still have this mark.
@@ -16,179 +16,130 @@ MARK = "WRITE THE FORMULA HERE: so far these are zeros."
 NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}
 
 
-def _names_of(operand: Operand) -> dict[str, None]:
-    """Returns the names of sizes in an operand's shape pattern, in their order there, as keys of a dictionary."""
-    return dict.fromkeys(word for word in words_of(operand.shape) if word != "*" and not word.isdigit())
+# ---- backward and the overload .out, as operators of their own ----
 
 
-@dataclass
-class Launch:
-    """Describes the tensors that one kernel reads and writes."""
+def launches(operator: Operator) -> list[Operator]:
+    """Returns the operators that have kernels: the operator and, if it is differentiable, its backward."""
+    return [operator, backward(operator)] if operator.grads else [operator]
 
-    operator: Operator
-    direction: str  # forward or backward
-    inputs: list[Operand]
-    outputs: list[Operand]
 
-    @property
-    def name(self) -> str:
-        return f"{self.operator.name}_{self.direction}"
+def backward(operator: Operator) -> Operator:
+    """Returns the backward of an operator. Its arguments are the results' gradients, what is saved, the sizes of other
+    tensors with a gradient, and numbers."""
+    arguments = []
+    for each in operator.differentiable_results:
+        shape = f"like {each.name}" if each.name in operator.saved else ""
+        arguments.append(Argument(f"grad_{each.name}", dtype=each.dtype, shape=shape))
+    arguments += [_saved(name, operator) for name in operator.saved]
+    for name in operator.sizes_of:
+        arguments.append(Argument(f"{name}_sizes", "SymInt", operator.operands[name].is_optional, is_list=True))
+    arguments += [replace(each, default=None, keyword_only=False) for each in operator.numbers]
+    results = {}
+    for each in (operator.operands[name] for name in operator.grads):
+        grad = Argument(f"grad_{each.name}", is_optional=each.is_optional, dtype=each.dtype, shape=each.name)
+        results[grad.name] = grad
+    return Operator(f"{operator.name}_backward", arguments, results, of=operator)
 
-    @property
-    def sizes(self) -> dict[str, str]:
-        """Returns a dictionary from the sizes that the shape patterns name to their C++ expressions in the shim.
 
-        Backward also knows the named sizes of a tensor with a gradient that is not saved.
-        """
-        checked = self.operator.operands.values() if self.direction == "forward" else self.inputs
-        found = {word: f'match.size("{word}")' for each in checked if not each.is_optional for word in _names_of(each)}
-        for each in [self.operator.operands[name] for name in self.operator.sizes_of]:
-            words = words_of(each.shape)
-            for place, word in enumerate(words if self.direction == "backward" and not each.is_optional else []):
+def _saved(name: str, operator: Operator) -> Argument:
+    """Returns a saved tensor as an argument of backward.
+
+    Its pattern "like x" may name a tensor x that backward does not get. If a result has the shape of x, the pattern
+    names the gradient of that result instead.
+    """
+    if name in operator.results:
+        like = operator.results[name].shape
+        return replace(operator.results[name], shape=f"like {like}" if like in operator.saved else "", is_written=False)
+    tensor = operator.operands[name]
+    shape = tensor.shape
+    relation, _, of = shape.rpartition(" ")
+    if relation in ("like", "broadcasts to") and of not in operator.saved:
+        alike = [each.name for each in operator.differentiable_results if each.shape == of]
+        shape = f"{relation} grad_{alike[-1]}" if alike else ""
+    return replace(tensor, shape=shape, below="", default=None)
+
+
+def overload(operator: Operator) -> Operator:
+    """Returns the overload .out of an operator, which has the results as arguments."""
+    outs = [replace(each, keyword_only=True) for each in operator.results.values()]
+    return Operator(f"{operator.name}.out", [*operator.arguments, *outs], {})
+
+
+# ---- sizes ----
+
+
+def sizes(operator: Operator) -> dict[str, str]:
+    """Returns a dictionary from the sizes that the shape patterns name to their C++ expressions in the shim. Backward
+    also knows the named sizes of a tensor with a gradient that is not saved."""
+    found: dict[str, str] = {}
+    for each in operator.operands.values():
+        names = [word for word in words_of(each.shape) if word.isidentifier() and not each.is_optional]
+        found |= {word: f'match.size("{word}")' for word in names}
+    for each in _unsaved(operator):
+        words = [] if each.is_optional else words_of(each.shape)
+        for place, word in enumerate(words):
+            if word.isidentifier():
                 dim = place - len(words) if "*" in words[:place] else place
-                found |= {word: f"size_of({each.name}_sizes, {dim})"} if word in _names_of(each) - found.keys() else {}
-        return found
-
-    @property
-    def tensors(self) -> list[Operand]:
-        return [*self.inputs, *self.outputs]
-
-
-def launches(operator: Operator) -> list[Launch]:
-    read = [each for each in operator.operands.values() if not each.is_written]
-    found = [Launch(operator, "forward", read, [*operator.written, *operator.results.values()])]
-    if operator.grads:
-        made = [
-            Operand(f"grad_{name}", operator.operands[name].dtype, is_optional=operator.operands[name].is_optional)
-            for name in operator.grads
-        ]
-        found.append(Launch(operator, "backward", backward_inputs(operator), made))
+                found.setdefault(word, f"size_of({each.name}_sizes, {dim})")
     return found
 
 
-def is_open(number: Argument) -> bool:
-    """Returns whether a number is a list of any length, as int[] is, so that kernels get its length, too."""
-    return number.is_list and not number.length
+def _unsaved(operator: Operator) -> list[Argument]:
+    """Returns the tensors of which backward gets the sizes alone."""
+    return [] if operator.of is None else [operator.of.operands[name] for name in operator.of.sizes_of]
 
 
-def saved(operator: Operator) -> list[Operand]:
-    """Returns the operands and results that are saved for backward, in the order of backward's schema."""
-    return [operator.operands.get(name) or _saved_result(name, operator) for name in operator.saved]
-
-
-def backward_inputs(operator: Operator) -> list[Operand]:
-    """Returns the tensors that backward reads, in the order in which it checks them.
-
-    The other tensors are checked against the dtype and device of the first one.
-    """
-    found = sorted([*saved(operator), *grads_out(operator)], key=lambda each: each.dtype != "same" or each.is_optional)
-    names = {each.name for each in found}
-    # The pattern "like x" may name a tensor x that is not saved. If a result has the shape of x, the pattern names the
-    # gradient of that result instead.
-    like = {each.shape: f"grad_{each.name}" for each in operator.differentiable_results}
-    for place, each in enumerate(found):
-        relation, _, of = each.shape.rpartition(" ")
-        if relation in ("like", "broadcasts to") and of not in names:
-            found[place] = replace(each, shape=f"{relation} {like[of]}" if of in like else "")
-    return found
-
-
-def _saved_result(name: str, operator: Operator) -> Operand:
-    like = operator.results[name].shape
-    shape = f"like {like}" if like in operator.saved else ""
-    return replace(operator.results[name], shape=shape, is_written=False)
-
-
-def grads_out(operator: Operator) -> list[Operand]:
-    """Returns the gradients of the differentiable results, which are inputs of backward."""
-    saved_results = {each.name for each in operator.differentiable_results if each.name in operator.saved}
-    return [
-        Operand(f"grad_{each.name}", each.dtype, f"like {each.name}" if each.name in saved_results else "")
-        for each in operator.differentiable_results
-    ]
-
-
-def in_forward(operator: Operator) -> dict[str, str]:
-    """Returns a dictionary from the operands to the C++ expressions of their sizes.
-
-    Lists of numbers are in it, too, because a shape may have their values as sizes.
-    """
-    lists = {each.name: each.name for each in operator.schema.number_lists}
-    return {name: f"{name}.sizes()" for name in operator.operands} | lists
-
-
-def in_backward(operator: Operator) -> dict[str, str]:
-    """Returns those entries of in_forward() that backward knows, and those of tensors of which it gets the sizes."""
-    known = {name: text for name, text in in_forward(operator).items() if name in operator.saved or name == text}
-    return known | {name: f"{name}_sizes" for name in operator.sizes_of}
+def known_sizes(operator: Operator) -> dict[str, str]:
+    """Returns a dictionary from the tensors to the C++ expressions of their sizes. Lists of numbers are in it, too,
+    because a shape may have their values as sizes."""
+    found = {name: f"{name}.sizes()" for name in operator.operands}
+    found |= {each.name: each.name for each in operator.number_lists}
+    return found | {each.name: f"{each.name}_sizes" for each in _unsaved(operator)}
 
 
 def resolved(expression: str, operator: Operator) -> list[Part]:
     """Returns the parts of a shape expression, with those of a result's shape in place of the result."""
     found: list[Part] = []
     for part in parts(expression):
-        result = operator.results.get(part.tensor)
+        result = (operator.of or operator).results.get(part.tensor)
         found += [part] if result is None else resolved(result.shape, operator)
     return found
 
 
-def checked_gradients(operator: Operator) -> Iterator[tuple[Operand, str, str]]:
-    """Yields each gradient of a result that backward checks by the sizes it knows, with the result's shape and name."""
-    known = in_backward(operator)
-    for result, grad in zip(operator.differentiable_results, grads_out(operator), strict=True):
-        used = {part.tensor for part in resolved(result.shape, operator) if part.tensor}
-        if not grad.shape and used <= known.keys():
-            yield grad, result.shape, result.name
+# ---- schemas ----
 
 
-def backward_arguments(operator: Operator) -> list[Argument]:
-    """Returns the arguments of backward: the results' gradients, what is saved, sizes of what is not, and numbers."""
-    tensors = [*grads_out(operator), *saved(operator)]
-    return [
-        *(Argument(each.name, "Tensor", each.is_optional) for each in tensors),
-        *(Argument(f"{name}_sizes", "SymInt", operator.operands[name].is_optional, True) for name in operator.sizes_of),
-        *(replace(each, default=None) for each in operator.schema.numbers),
-    ]
-
-
-def backward_schema(operator: Operator) -> str:
-    made = [f"Tensor grad_{name}" for name in operator.grads]
-    results = f"({', '.join(made)})" if len(made) > 1 else "Tensor"
-    arguments = ", ".join(each.text for each in backward_arguments(operator))
-    return f"{operator.name}_backward({arguments}) -> {results}"
-
-
-def forward_schema(operator: Operator) -> str:
+def schema_of(operator: Operator) -> str:
     letters = iter("abcdefghijklmnop")
     arguments = [
-        each.text.replace("(!)", f"({next(letters)}!)") if each.is_written else each.text
-        for each in operator.schema.arguments
+        each.text.replace("(!)", f"({next(letters)}!)") if each.is_written else each.text for each in operator.arguments
     ]
-    kind = "Tensor[]" if operator.schema.gives_lists else "Tensor"
-    names = [f"{kind} {name}" for name in operator.results]
-    results = "()" if not names else kind if len(names) == 1 else f"({', '.join(names)})"
-    return f"{operator.name}({operator.schema.listed(arguments)}) -> {results}"
+    named = [f"Tensor{'[]' * each.is_list} {each.name}" for each in operator.results.values()]
+    results = named[0].split()[0] if len(named) == 1 else f"({', '.join(named)})"
+    return f"{operator.name}({operator.listed(arguments)}) -> {results}"
 
 
-def out_schema(operator: Operator) -> str:
-    """Returns the schema of the overload .out."""
-    outs = [f"Tensor({letter}!) {name}" for letter, name in zip("abcdefghijklmnop", operator.results, strict=False)]
-    arguments = operator.schema.listed((each.text for each in operator.schema.arguments), *outs)
-    return f"{operator.name}.out({arguments}) -> ()"
-
-
-def schemas_of(operator: Operator) -> list[str]:
-    """Returns the schemas of an operator, of its overload .out and of its backward, in the order of `make docs`."""
-    found = [forward_schema(operator), *([out_schema(operator)] if operator.schema.has_out else [])]
-    return [*found, *([backward_schema(operator)] if operator.grads else [])]
+def operators_of(operator: Operator) -> list[Operator]:
+    """Returns the operators that have a schema, in the order of `make docs`."""
+    overloads = [overload(operator)] if operator.has_out else []
+    return [operator, *overloads, *launches(operator)[1:]]
 
 
 # ---- checks, the same in the shim and in the fake ----
 
 
-def checks_of_memory(written: Operand, operator: Operator, op: str, named: Callable[[Operand], str]) -> list[str]:
+# The dtypes that a tensor may have, as Match gets them. The generators have the texts of those without a name.
+NAMED_DTYPES = {"same": "SAME", "int64": "INT64", "bool": "BOOL"}
+
+
+def checks_of_memory(written: Argument, operator: Operator, op: str, element: str) -> list[str]:
     """Returns the calls that check the memory of a tensor that is written, beside that of arguments and of the outputs
-    before it. `named` returns two arguments of such a call: a tensor's name and the tensor."""
+    before it. `element` has two arguments of such a call, the name of element i of a list and the element."""
+
+    def named(tensor: Argument) -> str:
+        return (element if tensor.is_list else '"{0}", {0}').format(tensor.name)
+
     before = [*operator.results.values()]
     before = before[: before.index(written)] if written in before else []
     others = [each for each in (*operator.operands.values(), *before) if each is not written and not each.is_optional]
@@ -196,21 +147,28 @@ def checks_of_memory(written: Operand, operator: Operator, op: str, named: Calla
     return [f"check_writable({op}, {named(written)})", *calls]
 
 
-def dtypes_of(operand: Operand, is_first: bool, any_of: dict[str, str]) -> str:
-    """Returns the dtypes that a tensor may have, as Match gets them. `any_of` has the texts of those without a name."""
-    same = "FLOATING" if is_first else "SAME"
-    return {"same": same, "int64": "INT64", "bool": "BOOL"}.get(operand.dtype) or any_of[operand.dtype]
-
-
-def checks(operands: Iterable[Operand], operator: Operator, any_of: dict[str, str]) -> list[str]:
+def checks(operator: Operator, dtypes: dict[str, str]) -> list[str]:
     """Returns the calls that check tensors and the lengths of lists of numbers, which are equal in C++ and Python."""
     calls = []
-    for place, each in enumerate(operands):
+    for place, each in enumerate(operator.operands.values()):
+        dtype = "FLOATING" if place == 0 and each.dtype == "same" else dtypes[each.dtype]
         shape = f', "{each.shape}"' if each.shape else ""
-        calls.append(f'match("{each.name}", {each.name}, {dtypes_of(each, place == 0, any_of)}{shape})')
-    for numbers in operator.schema.number_lists:
+        calls.append(f'match("{each.name}", {each.name}, {dtype}{shape})')
+    for numbers in operator.number_lists:
         least, most = (numbers.length, numbers.length) if numbers.length else (0, MOST)
         calls.append(f'match.length("{numbers.name}", {numbers.name}, {least}, {most})')
+    return calls
+
+
+def checks_of_gradients(operator: Operator, shape: Callable[[str, Operator], str]) -> list[str]:
+    """Returns the calls by which backward checks gradients of results that are not saved, if it knows the sizes.
+    `shape` translates the shape of a result to the language of the calls."""
+    calls = []
+    for result in operator.of.differentiable_results if operator.of else []:
+        grad = f"grad_{result.name}"
+        used = {part.tensor for part in resolved(result.shape, operator) if part.tensor}
+        if not operator.operands[grad].shape and used <= known_sizes(operator).keys():
+            calls.append(f'match.sizes("{grad}", {grad}, {shape(result.shape, operator)}, "{result.name}")')
     return calls
 
 
@@ -224,15 +182,8 @@ def lines(texts: Iterable[str], indent: str = "  ") -> str:
 def header(operator: Operator) -> str:
     text = f"/* {operator.name}: write the formula here\n"
     for launch in launches(operator):
-        text += f" * {launch.name}:\n" if launch.direction == "backward" else ""
-        for each in launch.tensors:
-            kind = "floating" if each.dtype == "same" else each.dtype
-            notes = [kind, "contiguous", *(["NULL if it is None"] if each.is_optional else [])]
-            notes += ["one tensor of the list"] if each.is_list else []
-            notes += ["expanded to that shape"] if each.shape.startswith("broadcasts to") else []
-            is_gradient = each.name not in (*operator.operands, *operator.results)
-            shape = each.shape or (f"like {each.name.removeprefix('grad_')}" if is_gradient else "any shape")
-            text += f" *   {each.name:<12} {shape}: {', '.join(notes)}\n"
+        text += f" * {launch.name}:\n" if launch.of else ""
+        text += "".join(f" *   {_described(each, operator)}\n" for each in (*launch.inputs, *launch.outputs))
     if operator.indices:
         text += f" * The shim checks the values of {operator.indices} on the CPU alone. On the GPU the kernel must\n"
         text += " * skip those that are negative or too large.\n"
@@ -243,51 +194,58 @@ def header(operator: Operator) -> str:
     text += f" * Without work items no kernel runs, and {left}. */\n#pragma once\n\n#include <stdbool.h>\n\n"
     text += '#include "common/dtype.h"\n#include "common/range.h"\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n\n'
     for launch in launches(operator):
-        text += "typedef struct {\n" + lines(_fields(launch)) + f"}} {launch.name}_args;\n\n"
+        text += "typedef struct {\n" + lines(_fields(launch)) + f"}} {launch.kernel}_args;\n\n"
     text += "/* CPU: work items [begin, end). args points to the struct. */\n"
-    text += "".join(f"void {each.name}_cpu(int64_t begin, int64_t end, void *args);\n" for each in launches(operator))
+    text += "".join(f"void {each.kernel}_cpu(int64_t begin, int64_t end, void *args);\n" for each in launches(operator))
     text += "\n/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */\n"
     for launch in launches(operator):
-        text += f"int {launch.name}_cuda(const {launch.name}_args *args, void *stream);\n"
+        text += f"int {launch.kernel}_cuda(const {launch.kernel}_args *args, void *stream);\n"
     return text + "\n#ifdef __cplusplus\n}\n#endif\n"
 
 
-def _fields(launch: Launch) -> list[str]:
+def _described(tensor: Argument, operator: Operator) -> str:
+    notes = ["floating" if tensor.dtype == "same" else tensor.dtype, "contiguous"]
+    notes += ["NULL if it is None"] if tensor.is_optional else []
+    notes += ["one tensor of the list"] if tensor.is_list else []
+    notes += ["expanded to that shape"] if tensor.shape.startswith("broadcasts to") else []
+    is_gradient = tensor.name not in (*operator.operands, *operator.results)
+    shape = f"like {tensor.name.removeprefix('grad_')}" if is_gradient else tensor.shape or "any shape"
+    return f"{tensor.name:<12} {shape}: {', '.join(notes)}"
+
+
+def _fields(launch: Operator) -> list[str]:
     fields = [f"const void *{each.name};" for each in launch.inputs]
     fields += [f"void *{each.name};" for each in launch.outputs]
-    fields += [f"int64_t {each.name}_numel;" for each in launch.tensors]
-    fields += [f"int64_t {name};" for name in launch.sizes]
-    numbers = launch.operator.schema.numbers
+    fields += [f"int64_t {each.name}_numel;" for each in (*launch.inputs, *launch.outputs)]
+    fields += [f"int64_t {name};" for name in sizes(launch)]
+    numbers = launch.numbers
     for each in numbers:
         fields.append(f"{NUMBER_TYPES[each.type]} {each.name}{f'[{each.length or MOST}]' if each.is_list else ''};")
-        fields += [f"int64_t {each.name}_count; /* the number of values in {each.name} */"] if is_open(each) else []
+        fields += [f"int64_t {each.name}_count; /* the number of values in {each.name} */"] if each.is_open else []
     fields += [f"bool has_{each.name};" for each in numbers if each.is_optional]
-    fields += ["int64_t *count;"] if launch.operator.has_unknown_size else []
+    fields += ["int64_t *count;"] if launch.has_unknown_size else []
     return [*fields, "int64_t items;", "dtype_t dtype;"]
 
 
 # ---- kernels ----
 
 
-def _pointers(launch: Launch, args: str, cast: str) -> list[str]:
-    """Returns the C declarations of local pointers to the elements of the tensors."""
+def _pointers(launch: Operator, args: str, cast: str) -> list[str]:
+    """Returns the C declarations of local pointers to the elements of the tensors, and uses of the inputs."""
     found = []
-    for each in launch.tensors:
-        kind = ("" if each in launch.outputs else "const ") + C_TYPES[each.dtype] + " *"
+    for each in (*launch.inputs, *launch.outputs):
+        kind = ("" if each in launch.outputs else "const ") + DTYPES[each.dtype][0] + " *"
         found.append(f"{kind}{each.name} = {cast.format(kind)}{args}{each.name}{')' if '<' in cast else ''};")
-    return found
+    return [*found, *(f"(void){each.name};" for each in launch.inputs)]
 
 
-def _zeros(launch: Launch, args: str, zero: str) -> list[str]:
+def _zeros(launch: Operator, args: str, zero: str) -> list[str]:
     found = []
     for each in launch.outputs:
         numel = f"{args}{each.name}_numel"
         value = zero if each.dtype == "same" else "0"
-        found += [
-            f"for (int64_t j = i * {numel} / {args}items; j < (i + 1) * {numel} / {args}items; ++j) {{",
-            f"  {each.name}[j] = {value};",
-            "}",
-        ]
+        loop = f"for (int64_t j = i * {numel} / {args}items; j < (i + 1) * {numel} / {args}items; ++j)"
+        found += [f"{loop} {{", f"  {each.name}[j] = {value};", "}"]
     return found
 
 
@@ -296,13 +254,13 @@ def cpu(operator: Operator) -> str:
     text = f"/* {name} on the CPU: one work item after the other. The arithmetic is in\n * {name}_cpu_kernel.h. */\n"
     text += f'#include "{name}/{name}.h"\n\n#include "common/cpu/block.h"\n#include "common/cpu/level.h"\n'
     text += '#include "common/cpu/math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */\n\n'
-    text += "".join(f"typedef {each.name}_args {each.direction}_args;\n" for each in launches(operator))
+    text += "".join(f"typedef {each.kernel}_args {each.direction}_args;\n" for each in launches(operator))
     text += f'\n#define KERNEL_BODY "{name}/{name}_cpu_kernel.h"\n#include "common/cpu/for_each_dtype.h"\n\n'
     for each in launches(operator):
-        text += f"static void {each.name}_cpu_range(int64_t begin, int64_t end, const {each.direction}_args *args) {{\n"
-        text += "  for (int64_t i = begin; i < end; ++i)"
+        text += f"static void {each.kernel}_cpu_range(int64_t begin, int64_t end, const {each.direction}_args *args)"
+        text += " {\n  for (int64_t i = begin; i < end; ++i)"
         text += f" DISPATCH_DTYPE(args->dtype, {each.direction}_item, args, i);\n}}\n\n"
-    return text + "".join(f"CPU_ENTRY({each.name}_cpu, {each.direction}_args)\n" for each in launches(operator))
+    return text + "".join(f"CPU_ENTRY({each.kernel}_cpu, {each.direction}_args)\n" for each in launches(operator))
 
 
 def cpu_kernel(operator: Operator) -> str:
@@ -312,7 +270,6 @@ def cpu_kernel(operator: Operator) -> str:
         text += f"\n/* Work item i of args->items. */\nstatic void NAME({launch.direction}_item)"
         text += f"(const {launch.direction}_args *args, int64_t i) {{\n"
         text += lines(_pointers(launch, "args->", "({0})"))
-        text += lines(f"(void){each.name};" for each in launch.inputs)
         if operator.has_unknown_size:
             text += "  if (args->count != NULL) {\n    if (i == 0) *args->count = 0;\n    return;\n  }\n"
         text += f"  /* {MARK} */\n" + lines(_zeros(launch, "args->", "NARROW(0)")) + "}\n"
@@ -329,9 +286,8 @@ def cuda(operator: Operator) -> str:
     text += "constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is below 2^31\n"
     for launch in launches(operator):
         text += "\ntemplate <typename T>\n__global__ void __launch_bounds__(THREADS) "
-        text += f"{launch.direction}_kernel({launch.name}_args args) {{\n"
+        text += f"{launch.direction}_kernel({launch.kernel}_args args) {{\n"
         text += lines(_pointers(launch, "args.", "static_cast<{0}>("))
-        text += lines(f"(void){each.name};" for each in launch.inputs)
         text += "  const int64_t grid_step = static_cast<int64_t>(gridDim.x) * THREADS;\n"
         text += "  const int64_t first_item = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;\n"
         text += "  for (int64_t i = first_item; i < args.items; i += grid_step) {\n"
@@ -343,7 +299,7 @@ def cuda(operator: Operator) -> str:
     text += "  return static_cast<unsigned>(blocks < MOST_BLOCKS ? blocks : MOST_BLOCKS);\n}\n\n"
     text += f"}}  // namespace {name}_kernels\n"
     for launch in launches(operator):
-        text += f'\nextern "C" int {launch.name}_cuda(const {launch.name}_args *args, void *stream) {{\n'
+        text += f'\nextern "C" int {launch.kernel}_cuda(const {launch.kernel}_args *args, void *stream) {{\n'
         text += f"  using namespace {name}_kernels;\n"
         text += "  return with_dtype(args->dtype, [&](auto zero) {\n    using T = decltype(zero);\n"
         text += "    const cudaStream_t on = static_cast<cudaStream_t>(stream);\n"

@@ -4,22 +4,25 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .generate import (
-    backward_arguments,
-    backward_inputs,
-    checked_gradients,
+    NAMED_DTYPES,
+    backward,
     checks,
+    checks_of_gradients,
     checks_of_memory,
-    dtypes_of,
-    grads_out,
-    in_backward,
-    in_forward,
+    known_sizes,
+    launches,
+    operators_of,
+    overload,
     resolved,
-    saved,
-    schemas_of,
+    schema_of,
 )
-from .roles import C_TYPES, Operand, Operator
-from .schema import Argument
+from .roles import DTYPES
+from .schema import Argument, Operator
 from .shapes import Part
+
+# What Match gets: the dtypes that a tensor may have; name and tensor of element i of a list.
+ALLOWED = {dtype: f"(torch.{dtype},)" for dtype in DTYPES} | NAMED_DTYPES
+ELEMENT = 'f"{0}[{{i}}]", {0}[i]'
 
 
 def _annotation(argument: Argument) -> str:
@@ -32,34 +35,25 @@ def _typed(arguments: Iterable[Argument]) -> list[str]:
 
 
 def _parameters(operator: Operator, *outs: str, defaults: bool = False) -> str:
-    arguments = operator.schema.arguments
+    arguments = operator.arguments
     values = (f" = {each.value!r}" if defaults and each.default else "" for each in arguments)
-    return operator.schema.listed(map("".join, zip(_typed(arguments), values, strict=True)), *outs)
+    return operator.listed(map("".join, zip(_typed(arguments), values, strict=True)), *outs)
 
 
 def _names(operator: Operator, by_keyword: bool = True) -> str:
     """Returns the arguments of a call as Python text."""
-    keywords = {each.name for each in operator.schema.keyword_only if by_keyword}
-    return ", ".join(
-        f"{each.name}={each.name}" if each.name in keywords else each.name for each in operator.schema.arguments
-    )
-
-
-def _results_type(count: int, are_lists: bool = False) -> str:
-    kind = "list[Tensor]" if are_lists else "Tensor"
-    return "None" if count == 0 else kind if count == 1 else f"tuple[{', '.join([kind] * count)}]"
+    keywords = operator.keyword_only if by_keyword else []
+    return ", ".join(f"{each.name}={each.name}" if each in keywords else each.name for each in operator.arguments)
 
 
 def _returned(operator: Operator) -> str:
-    return _results_type(len(operator.results), operator.schema.gives_lists)
+    kinds = ["list[Tensor]" if each.is_list else "Tensor" for each in operator.results.values()]
+    return f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0] if kinds else "None"
 
 
-ANY_OF = {dtype: f"(torch.{dtype},)" for dtype in C_TYPES}
-
-
-def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
-    """Translates a shape expression to Python. `known` maps names of tensors to C++ expressions of their sizes."""
-    made = [_python_part(part, known) for part in resolved(expression, operator)]
+def python_shape(expression: str, operator: Operator) -> str:
+    """Translates a shape expression to Python."""
+    made = [_python_part(part, known_sizes(operator)) for part in resolved(expression, operator)]
     if len(made) == 1 and made[0].startswith("*"):
         return made[0][1:]
     return f"[{', '.join(made)}]"
@@ -69,11 +63,7 @@ def _python_part(part: Part, known: dict[str, str]) -> str:
     if not part.tensor:
         return part.number.replace("?", "unknown_size")
     sizes = known[part.tensor].replace(".sizes()", ".shape")
-    if part.is_size:
-        return f"{sizes}[{part.begin}]"
-    if part.begin is None and part.end is None:
-        return f"*{sizes}"
-    return f"*{sizes}[{'' if part.begin is None else part.begin}:{'' if part.end is None else part.end}]"
+    return f"{'' if part.is_size else '*'}{sizes}{f'[{part.index}]' if part.index else ''}"
 
 
 def body(texts: Iterable[str]) -> str:
@@ -94,18 +84,17 @@ def quoted(names: Iterable[str]) -> str:
 def docstring(operator: Operator) -> str:
     """Returns the docstring of the public function. The user still has to write its first sentence and the formula."""
     text = f"{operator.name}: write what it computes, and the formula.\n\nArgs:\n"
-    for each in operator.schema.arguments:
-        operand = operator.operands.get(each.name)
-        if operand is None:
+    for each in operator.arguments:
+        if not each.is_tensor:
             text += f"    {each.name}: {_annotation(each)}.\n"
             continue
-        kind = "floating point" if operand.dtype == "same" else operand.dtype
-        of_shape = f"shape {operand.shape}" if operand.shape.startswith("[") else operand.shape or "any shape"
-        of_shape = f"list of tensors of {of_shape}" if operand.is_list else of_shape
-        notes = "; None is allowed" if operand.is_optional else "; it is written" if operand.is_written else ""
-        notes += f"; values from 0 to below {operand.below}" if operand.below else ""
+        kind = "floating point" if each.dtype == "same" else each.dtype
+        of_shape = f"shape {each.shape}" if each.shape.startswith("[") else each.shape or "any shape"
+        of_shape = f"list of tensors of {of_shape}" if each.is_list else of_shape
+        notes = "; None is allowed" if each.is_optional else "; it is written" if each.is_written else ""
+        notes += f"; values from 0 to below {each.below}" if each.below else ""
         text += f"    {each.name}: {kind}, {of_shape}{notes}.\n"
-    if operator.schema.has_out:
+    if operator.has_out:
         what = "the result" if len(operator.results) == 1 else f"{' and '.join(operator.results)}, of any strides"
         text += f"    out: where to write {what}; None is allowed.\n"
     results = [
@@ -146,13 +135,13 @@ def _imports(code: str) -> str:
 def functional(operator: Operator) -> str:
     name = operator.name
     results = _returned(operator)
-    outs = [f"out: {results} | None = None"] if operator.schema.has_out else []
+    outs = [f"out: {results} | None = None"] if operator.has_out else []
     text = f"def {name}({_parameters(operator, *outs, defaults=True)}) -> {results}:\n"
     text += body(f'"""{docstring(operator)}"""'.splitlines())
     call = f'call("{name}", {_names(operator)})'
     call = f"_ops.{name}({_names(operator, by_keyword=False)})" if operator.grads else call
     count = len(operator.results)
-    if operator.schema.has_out:
+    if operator.has_out:
         outs = [f"{each}=out[{i}]" if count > 1 else f"{each}=out" for i, each in enumerate(operator.results)]
         into = f'call("{name}.out", {_names(operator)}, {", ".join(outs)})'
         text += body(["if out is not None:", f"    {into}", "    return out"])
@@ -160,42 +149,47 @@ def functional(operator: Operator) -> str:
         text += f"    results = {call}\n"
         call = ", ".join(f"results[{number}]" for number in range(count)) + "  # torch.fx has one Proxy for all"
     text += f"    {'return ' if operator.results else ''}{call}\n\n\n"
-    text += _fake(operator) + (_out_fake(operator) if operator.schema.has_out else "")
+    text += _fake(operator) + (_out_fake(operator) if operator.has_out else "")
     if operator.grads:
-        text += _backward_fake(operator) + _setup_context(operator) + _backward(operator)
+        text += _fake(backward(operator)) + _setup_context(operator) + _backward(operator)
         text += f"\n\n{name}_plain = reference.{name}  # for forward-mode differentiation\n"
     title = f'"""{name}: the public function, and what ops.py registers for its operators."""'
     return f"{title}\n\n{_imports(text)}\n\n{text.rstrip()}\n"
 
 
 def _fake(operator: Operator) -> str:
-    if operator.schema.gives_lists:
-        made = [f"[{_new(each, 'x', 'x.shape')} for x in {each.shape}]" for each in operator.results.values()]
-    else:
-        known = in_forward(operator)
-        made = [
-            _new(each, operator.first, python_shape(each.shape, operator, known)) for each in operator.results.values()
-        ]
+    made = [_new(each, operator) for each in operator.results.values()]
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {_returned(operator)}:\n"
-    text += body([f'match = Match("{operator.name}")', *checks(operator.operands.values(), operator, ANY_OF)])
+    text += body([f'match = Match("{operator.name}")', *checks(operator, ALLOWED)])
     for each in operator.written:
         text += body(_checks_of_memory(each, operator))
+    text += body(checks_of_gradients(operator, python_shape))
     text += body(["unknown_size = torch.library.get_ctx().new_dynamic_size()"]) if operator.has_unknown_size else ""
     return text + (body([f"return {', '.join(made)}"]) if made else "") + "\n\n"
+
+
+def _new(result: Argument, operator: Operator) -> str:
+    """Returns the expression of a result of a fake."""
+    dtype = "" if result.dtype == "same" else f", dtype=torch.{result.dtype}"
+    if result.is_list:
+        return f"[x.new_empty(x.shape{dtype}) for x in {result.shape}]"
+    shape = python_shape(result.shape, operator)
+    if result.is_optional:  # the gradient of an optional tensor
+        shape = f"[0] if {shape.removesuffix('.shape')} is None else {shape}"
+    return f"{operator.first}.new_empty({shape}{dtype})"
 
 
 def _out_fake(operator: Operator) -> str:
     """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
     outs, first = [*operator.results.values()], operator.first
-    parameters = _parameters(operator, *(f"{each.name}: Tensor" for each in outs))
-    text = f"def {operator.name}_out_fake({parameters}) -> None:\n"
+    text = f"def {operator.name}_out_fake({_parameters(overload(operator))}) -> None:\n"
     text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
     text += body([f'match = Match("{operator.name}")', f'match("{first}", {first}, FLOATING)'])
     for place, each in enumerate(outs):
         made = f"results[{place}]" if len(outs) > 1 else "result"
         text += body(
             [
-                f'match("{each.name}", {each.name}, {dtypes_of(each, False, ANY_OF)})',
+                f'match("{each.name}", {each.name}, {ALLOWED[each.dtype]})',
                 f'match.sizes("{each.name}", {each.name}, {made}.shape, "the result")',
                 *_checks_of_memory(each, operator),
             ]
@@ -203,78 +197,39 @@ def _out_fake(operator: Operator) -> str:
     return text + "\n\n"
 
 
-def _checks_of_memory(written: Operand, operator: Operator) -> list[str]:
-    texts = [f"checks.{call}" for call in checks_of_memory(written, operator, f'"{operator.name}"', _named)]
+def _checks_of_memory(written: Argument, operator: Operator) -> list[str]:
+    texts = [f"checks.{call}" for call in checks_of_memory(written, operator, f'"{operator.name}"', ELEMENT)]
     if written.is_list:
         return [f"for i in range(len({written.name})):", *(f"    {text}" for text in texts)]
     return texts
 
 
-def _named(operand: Operand) -> str:
-    """Returns two Python arguments: a tensor's name, and the tensor. For a list, they are those of element i."""
-    name = operand.name
-    return f'f"{name}[{{i}}]", {name}[i]' if operand.is_list else f'"{name}", {name}'
-
-
-def _new(operand: Operand, like: str, shape: str) -> str:
-    dtype = "" if operand.dtype == "same" else f", dtype=torch.{operand.dtype}"
-    return f"{like}.new_empty({shape}{dtype})"
-
-
-def _backward_fake(operator: Operator) -> str:
-    op = f"{operator.name}_backward"
-    parameters = ", ".join(_typed(backward_arguments(operator)))
-    text = f"def {op}_fake({parameters}) -> {_results_type(len(operator.grads))}:\n"
-    text += body([f'match = Match("{op}")', *checks(backward_inputs(operator), operator, ANY_OF)])
-    for grad, shape, result in checked_gradients(operator):
-        sizes = python_shape(shape, operator, in_backward(operator))
-        text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result}")'])
-    first = backward_inputs(operator)[0].name
-    made = []
-    for name in operator.grads:
-        operand, given = operator.operands[name], f"{name}_sizes" if name in operator.sizes_of else name
-        sizes = given if name in operator.sizes_of else f"{name}.shape"
-        sizes = f"[0] if {given} is None else {sizes}" if operand.is_optional else sizes
-        made.append(_new(Operand(name, operand.dtype), first, sizes))
-    return text + body([f"return {', '.join(made)}"]) + "\n\n"
-
-
 def _setup_context(operator: Operator) -> str:
-    arguments = [each.name for each in operator.schema.positional]
-    keyword_only = [each.name for each in operator.schema.keyword_only]
     results = [*operator.results]
-
-    def place(name: str) -> str:
-        if name in keyword_only:
-            return f'keyword_only_inputs["{name}"]'
-        if name in arguments:
-            return f"inputs[{arguments.index(name)}]"
-        return "output" if len(results) == 1 else f"output[{results.index(name)}]"
-
-    kept = ", ".join(place(each.name) for each in saved(operator))
-    texts, options = [f"ctx.save_for_backward({kept})"], []
+    places = {each.name: f"inputs[{i}]" for i, each in enumerate(operator.arguments)}
+    places |= {each.name: f'keyword_only_inputs["{each.name}"]' for each in operator.keyword_only}
+    places |= {name: f"output[{i}]" if len(results) > 1 else "output" for i, name in enumerate(results)}
+    texts, options = [f"ctx.save_for_backward({', '.join(places[name] for name in operator.saved)})"], []
     for name in operator.sizes_of:
-        is_none = f"None if {place(name)} is None else " if operator.operands[name].is_optional else ""
-        options.append(f"{is_none}{place(name)}.shape")
-    options += [place(each.name) for each in operator.schema.numbers]
+        is_none = f"None if {places[name]} is None else " if operator.operands[name].is_optional else ""
+        options.append(f"{is_none}{places[name]}.shape")
+    options += [places[each.name] for each in operator.numbers]
     texts += [f"ctx.options = {tuple_of(options)}  # of the backward operator"] if options else []
-    whole = [place(each.name) for each in operator.results.values() if each not in operator.differentiable_results]
+    whole = [places[each.name] for each in operator.results.values() if each not in operator.differentiable_results]
     texts += [f"ctx.mark_non_differentiable({', '.join(whole)})"] if whole else []
     if _lacks_some_grads(operator):
         texts.append(
             "ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the others"
         )
     parameters = "ctx: Any, inputs: tuple[Any, ...], output: Any"
-    parameters += ", keyword_only_inputs: dict[str, Any]" if keyword_only else ""
+    parameters += ", keyword_only_inputs: dict[str, Any]" if operator.keyword_only else ""
     header = f"def {operator.name}_setup_context({parameters}) -> None:\n"
     return header + body(texts) + "\n\n"
 
 
 def _lacks_some_grads(operator: Operator) -> bool:
-    """Returns whether exactly one of several results is differentiable.
-
-    If so, backward gets None and not zeros as the gradients of the other results, which saves their allocation.
-    """
+    """Returns whether exactly one of several results is differentiable. If so, backward gets None and not zeros as the
+    gradients of the other results, which saves their allocation."""
     return len(operator.differentiable_results) == 1 < len(operator.results)
 
 
@@ -282,12 +237,12 @@ def _backward(operator: Operator) -> str:
     name = operator.name
     optional = " | None" if _lacks_some_grads(operator) else ""
     grads = ", ".join(f"grad_{result}: Tensor{optional}" for result in operator.results)
+    given = [f"grad_{each.name}" for each in operator.differentiable_results]
     text = f"def {name}_backward(ctx: Any, {grads}) -> Gradients:\n"
     if _lacks_some_grads(operator):
-        text += body([f"if {grads_out(operator)[0].name} is None:  # only the others are used", "    return {}"])
-    given = [each.name for each in grads_out(operator)]
+        text += body([f"if {given[0]} is None:  # only the others are used", "    return {}"])
     given += ["*ctx.saved_tensors"] if operator.saved else []
-    given += ["*ctx.options"] if operator.sizes_of or operator.schema.numbers else []
+    given += ["*ctx.options"] if operator.sizes_of or operator.numbers else []
     call = f"_ops.{name}_backward({', '.join(given)})"
     if len(operator.grads) == 1:
         return text + body([f'return {{"{operator.grads[0]}": {call}}}'])
@@ -304,7 +259,7 @@ def entry(operator: Operator) -> str:
     derivatives = [f"{part}={module}.{name}_{part}" for part in ("setup_context", "backward", "plain")]
     none = ["backward=WRITES" if operator.written else "backward=NOT_DIFFERENTIABLE"]
     registered = {name: [*(derivatives if operator.grads else none), "nested=NONE"]}
-    registered |= {f"{name}.out": ["backward=WRITES"]} if operator.schema.has_out else {}
+    registered |= {f"{name}.out": ["backward=WRITES"]} if operator.has_out else {}
     registered |= {f"{name}_backward": ["backward=NO_SECOND"]} if operator.grads else {}
     text = f"# ---- {name} ----\n\n"
     for op, others in registered.items():
@@ -313,44 +268,36 @@ def entry(operator: Operator) -> str:
     return text
 
 
-def reference(operator: Operator, file: str, line: int) -> str:
-    """Returns the function for reference.py, whose `def` is at `line` of the file.
-
-    Until the user writes the formula there, a call raises an error that names the file and the line of the body.
-    """
+def reference(operator: Operator) -> str:
+    """Returns the function for reference.py. Until the user writes the formula there, a call raises an error that names
+    the file and the line. tree.with_op() fills in the number of the line."""
+    place = "extension_cpp/reference.py:{line}"
     text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {_returned(operator)}:\n"
-    return text + f'    raise NotImplementedError("write the formula of {operator.name} in {file}:{line + 1}")\n'
+    return text + f'    raise NotImplementedError("write the formula of {operator.name} in {place}")\n'
 
 
 def stub(operator: Operator) -> str:
     """Returns the text for _ops.pyi: the types of the op's functions if they have no-grad overloads, else nothing."""
-    if not operator.grads:
-        return ""
-    arguments = operator.schema.arguments
-    parameters = _typed(arguments)
-    for place in reversed(range(len(arguments))):  # by position, a default before an argument without one is none
-        if arguments[place].default is None:
-            break
-        parameters[place] += " = ..."
-    text = f"def {operator.name}({', '.join(parameters)}, /) -> {_returned(operator)}: ...\n"
-    parameters = _typed(backward_arguments(operator))
-    results = _results_type(len(operator.grads))
-    return text + f"def {operator.name}_backward({', '.join(parameters)}, /) -> {results}: ...\n"
+    text = ""
+    for each in launches(operator) if operator.grads else []:
+        parameters = _typed(each.arguments)
+        for place in reversed(range(len(parameters))):  # by position, a default before an argument without one is none
+            if each.arguments[place].default is None:
+                break
+            parameters[place] += " = ..."
+        text += f"def {each.name}({', '.join(parameters)}, /) -> {_returned(each)}: ...\n"
+    return text
 
 
 def documents(operator: Operator) -> tuple[str, str]:
     """Returns the operator's row and section of docs/ops.md, in the format of `make docs`."""
     name = operator.name
-    parameters = (each.name + (f"={each.value!r}" if each.default else "") for each in operator.schema.arguments)
-    call = f"{name}({operator.schema.listed(parameters, *['out=None'] * operator.schema.has_out)})"
+    parameters = (each.name + (f"={each.value!r}" if each.default else "") for each in operator.arguments)
+    call = f"{name}({operator.listed(parameters, *['out=None'] * operator.has_out)})"
     order = f"in {' and '.join(f'`{each}`' for each in operator.grads)}, once" if operator.grads else "none"
-    summary, *rest = docstring(operator).replace("``", "`").splitlines()
-    lines = [f"## {name}", "", f"`{call}`", "", summary]
-    for line in rest:
-        heading, argument = re.fullmatch(r"(\w+):", line), re.fullmatch(r" {4}(\w+): (.*)", line)
-        if heading:
-            lines += [f"**{heading[1]}**", ""]
-        else:
-            lines.append(f"* `{argument[1]}`: {argument[2]}" if argument else line.strip())
-    lines += ["", "```text", *(f"extension_cpp::{schema}" for schema in schemas_of(operator)), "```"]
-    return f"| [`{call}`](#{name}) | {summary} | {order} |\n", "\n".join(lines) + "\n"
+    text = docstring(operator).replace("``", "`")
+    row = f"| [`{call}`](#{name}) | {text.splitlines()[0]} | {order} |\n"
+    text = re.sub(r"(?m)^(\w+):$", r"**\1**\n", text)
+    text = re.sub(r"(?m)^ {4}(\w+): ", r"* `\1`: ", text).replace("    ", "")
+    schemas = "".join(f"extension_cpp::{schema_of(each)}\n" for each in operators_of(operator))
+    return row, f"## {name}\n\n`{call}`\n\n{text}\n```text\n{schemas}```\n"

@@ -4,20 +4,20 @@ import json
 import re
 from typing import Any
 
-from .generate import is_open
 from .generate_python import body, quoted, tuple_of
-from .roles import MOST, Operand, Operator
-from .schema import Argument
+from .roles import MOST
+from .schema import Argument, Operator
 from .shapes import Part, parts, words_of
 
 # The values of number arguments by type. The first sample has the default, or the first of these values. The second
-# has that of the others that differs from it.
-VALUES: dict[str, tuple[Any, ...]]
+# sample has that of the others that differs from it.
 VALUES = {"int": (1, 2, 3), "SymInt": (2, 1, 2), "float": (0.5, 0.25, 0.5), "bool": (True, False, True)}
 
 
 def spec(operator: Operator) -> str:
-    options = _options(operator) if len(_options(operator)) > 1 else []
+    # tests/battery/test_options.py varies numbers and optional tensors, where there are several.
+    options = [each for each in operator.arguments if each.is_optional or not each.is_tensor]
+    options = options if len(options) > 1 else []
     fit, errors = _fit(operator), _errors(operator)
     helpers = ["Fit"] * bool(fit) + ["options"] * bool(options) + re.findall(r"yield from (\w+)", "".join(errors))
     text = "import torch\n\nimport extension_cpp\n"
@@ -39,7 +39,7 @@ def _fields(operator: Operator, options: list[Argument]) -> dict[str, Any]:
     name, words = operator.name, words_of(operator.operands[operator.first].shape)
     rank = len(words) - ("*" in words)
     backward = f"{3 if operator.grads else 0}{'' if _is_by_lines(operator) else ', by_lines=False'}"
-    values = (f'"{each.name}": ({"True" if each.is_tensor else _other(each, operator)},)' for each in options)
+    values = (f'"{each.name}": ({"True" if each.is_tensor else _values(each, operator)[1]},)' for each in options)
     lists = [each.name for each in operator.operands.values() if each.is_list]
     saves_results = operator.grads and any(each.name in operator.saved for each in operator.differentiable_results)
     written = [each.name for each in operator.written]
@@ -53,7 +53,7 @@ def _fields(operator: Operator, options: list[Argument]) -> dict[str, Any]:
         "error_inputs": "error_inputs",
         "bench": f"Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward={backward})",
         "keeps_strides": False,
-        "launches": (2 if operator.schema.has_lists or operator.has_unknown_size else 1, int(bool(operator.grads))),
+        "launches": (2 if operator.has_lists or operator.has_unknown_size else 1, int(bool(operator.grads))),
         "least_rank": rank or None,
         "greatest_rank": None if "*" in words else rank or None,
         "second_order": False,
@@ -68,10 +68,8 @@ def _fields(operator: Operator, options: list[Argument]) -> dict[str, Any]:
 
 
 def _is_by_lines(operator: Operator) -> bool:
-    """Returns whether each row of the results may depend on the same row of the first tensor alone.
-
-    The answer follows from the shapes. The formula is not known here.
-    """
+    """Returns whether each row of the results may depend on the same row of the first tensor alone. The answer follows
+    from the shapes. The formula is not known here."""
     first, *others = operator.operands.values()
     words = words_of(first.shape)
     fits = (f"like {first.name}", f"broadcasts to {first.name}", f"[{words[-1]}]" if words else "")
@@ -83,39 +81,31 @@ def _is_by_lines(operator: Operator) -> bool:
     return all(each.shape in fits and not each.below for each in others) and all(results)
 
 
-def _other(number: Argument, operator: Operator) -> Any:
-    """Returns the value of a number in the second sample, which is also its other value in test_options.py.
+def _values(number: Argument, operator: Operator) -> tuple[Any, Any]:
+    """Returns the values of a number in the two samples. The second one is also its other value in test_options.py.
 
-    A number that bounds the values of an index is 3. With 1, the index of the first sample could be out of bounds, and
-    test_options.py uses that index with this number. A list of any length has one value more than in the first sample.
+    A number that bounds the values of an index is 3 there. With 1, the index of the first sample could be out of
+    bounds, and test_options.py uses that index with this number. A list of any length has one value more there.
     """
-    if number.is_optional:
-        return None
-    if any(number.name == each.below for each in operator.operands.values()):
-        return 3
-    first = _first(number)
-    values = VALUES[number.type]
-    others = [next(x for x in values[1:] if x != value) for value in (first if number.is_list else [first])]
-    if not number.is_list:
-        return others[0]
-    return (*others, values[0]) if is_open(number) else tuple(others)
+    first, second, third = VALUES[number.type]
+    one: Any = number.value
+    if number.is_list:
+        one = ((first, second) * MOST)[: int(number.length or 2)] if one is None else one
+        other: Any = tuple(third if value == second else second for value in one) + (first,) * number.is_open
+    else:
+        one = first if one is None else one
+        is_bound = any(number.name == each.below for each in operator.operands.values())
+        other = 3 if is_bound else third if one == second else second
+    return one, None if number.is_optional else other
 
 
-def _first(number: Argument) -> Any:
-    """Returns the value of a number in the first sample. A list of any length without a default has two values."""
-    if number.value is not None:
-        return number.value
-    values = VALUES[number.type][:2] * MOST
-    return values[: int(number.length or 2)] if number.is_list else values[0]
-
-
-def _battery_results(operator: Operator) -> list[Operand]:
+def _battery_results(operator: Operator) -> list[Argument]:
     """Returns the results as the battery gets them. Written arguments come last, and a list counts as two tensors."""
-    copies = 2 if operator.schema.has_lists else 1
+    copies = 2 if operator.has_lists else 1
     return [each for each in (*operator.results.values(), *operator.written) for _ in range(copies)]
 
 
-def _shape(operand: Operand, operator: Operator) -> str:
+def _shape(operand: Argument, operator: Operator) -> str:
     """Returns the Python expression of the shape of a sample's tensor. The pattern "like y" stands for that of y."""
     relation, _, of = operand.shape.rpartition(" ")
     if operand.shape.startswith("["):
@@ -140,64 +130,65 @@ def _fit(operator: Operator) -> list[str]:
             texts.append(f'fit["{bound}"] = torch.Size({shape}).numel() + 1')
             known.add(bound)
         elif part.tensor:
-            below = f"{_shape(operator.operands[part.tensor], operator)}[{part.begin}]"
+            below = _size(_shape(operator.operands[part.tensor], operator), part)
             free = [word for word in words_of(each.shape) if word.isidentifier() and word not in known]
             texts += [f'fit["{word}"] = min(3, {below})' for word in free]
             known |= {*free}
     return texts
 
 
+def _size(shape: str, part: Part) -> str:
+    """Returns the Python expression of a size, or of a product of sizes, in the shape of a tensor."""
+    return f"{shape}[{part.index}]" if part.is_size else f"torch.Size({shape}[{part.index or ':'}]).numel()"
+
+
 def _word(part: Part, operator: Operator) -> str:
     """Returns the word of a shape pattern that `part`, one size of a tensor, stands for, or "" if it has none."""
-    words, place = words_of(operator.operands[part.tensor].shape) if part.tensor else [], part.begin or 0
+    words = words_of(operator.operands[part.tensor].shape) if part.is_size else []
+    place = int(part.index) if part.is_size else 0
     return words[place] if "*" not in words and -len(words) <= place < len(words) else ""
 
 
 def _sample(operator: Operator) -> list[str]:
-    made, lines, numbers, indices = [], [], [], []
-    for each in operator.schema.arguments:
-        operand = operator.operands.get(each.name)
-        if operand is None:
-            numbers.append(f"{each.name} = ({_first(each)}, {_other(each, operator)})[number]")
-        elif operand.below:
-            indices += _index(operand, operator)
+    made, tensors, numbers, indices = [], [], [], []
+    for each in operator.arguments:
+        if not each.is_tensor:
+            first, other = _values(each, operator)
+            numbers.append(f"{each.name} = ({first}, {other})[number]")
+        elif each.below:
+            indices += _index(each, operator)
         else:
-            lines.append(f"{each.name} = {_tensor(operand, operator)}")
-        is_left_out = operand is not None and operand.is_optional
+            tensors.append(f"{each.name} = {_tensor(each, operator)}")
+        is_left_out = each.is_tensor and each.is_optional
         made.append(f"{each.name} if number == 0 else None" if is_left_out else each.name)
-    positional = tuple_of(made[: len(operator.schema.positional)])
-    keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.schema.keyword_only)
-    return [*numbers, *lines, *indices, f"yield Sample({positional}{f', {{{keywords}}}' if keywords else ''})"]
+    positional = tuple_of(made[: len(made) - len(operator.keyword_only)])
+    keywords = ", ".join(f'"{each.name}": {each.name}' for each in operator.keyword_only)
+    return [*numbers, *tensors, *indices, f"yield Sample({positional}{f', {{{keywords}}}' if keywords else ''})"]
 
 
-def _tensor(operand: Operand, operator: Operator) -> str:
+def _tensor(tensor: Argument, operator: Operator) -> str:
     """Returns the Python expression of an argument of a sample: a tensor or a list of tensors."""
-    if operand.is_list:
-        shapes = "(shape, shape[:1])" if operand.name == operator.first else f"(x.shape for x in {operator.first})"
-        return f"[{_one_tensor(operand, 'each', operator)} for each in {shapes}]"
-    return _one_tensor(operand, _shape(operand, operator), operator)
-
-
-def _one_tensor(operand: Operand, shape: str, operator: Operator) -> str:
-    if operand.dtype == "same":
-        needs = operand.name in operator.grads
-        return f"make({shape})" + ("" if needs or not operator.grads else ".detach()")
-    if operand.dtype.startswith("float"):
-        return f"make({shape}).detach().to(torch.{operand.dtype})"
-    if operand.dtype == "bool":
+    shape = "each" if tensor.is_list else _shape(tensor, operator)
+    if tensor.dtype == "same":
+        needs = tensor.name in operator.grads
+        made = f"make({shape})" + ("" if needs or not operator.grads else ".detach()")
+    elif tensor.dtype.startswith("float"):
+        made = f"make({shape}).detach().to(torch.{tensor.dtype})"
+    elif tensor.dtype == "bool":
         # In the second sample, the tensor has one element for each column, and is broadcast over the rows.
-        return f"make({shape} if number == 0 else {shape}[-1:]).detach() > 0"
-    drawn = f"torch.randint(3, tuple({shape}), generator=torch.Generator().manual_seed(number))"
-    return f"{drawn}.to({operator.first}.device, torch.{operand.dtype})"
+        made = f"make({shape} if number == 0 else {shape}[-1:]).detach() > 0"
+    else:
+        drawn = f"torch.randint(3, tuple({shape}), generator=torch.Generator().manual_seed(number))"
+        made = f"{drawn}.to({operator.first}.device, torch.{tensor.dtype})"
+    shapes = "(shape, shape[:1])" if tensor.name == operator.first else f"(x.shape for x in {operator.first})"
+    return f"[{made} for each in {shapes}]" if tensor.is_list else made
 
 
-def _index(operand: Operand, operator: Operator) -> list[str]:
-    """Returns the statements that make an index tensor, behind those that make the tensors that bound it.
-
-    A shape for which no value is below the bound gets no sample.
-    """
+def _index(operand: Argument, operator: Operator) -> list[str]:
+    """Returns the statements that make an index tensor, behind those that make the tensors that bound it. A shape for
+    which no value is below the bound gets no sample."""
     part = parts(f"[{operand.below}]")[0]
-    below = f"{part.tensor}.shape[{part.begin}]" if part.tensor else part.number
+    below = _size(f"{part.tensor}.shape", part) if part.tensor else part.number
     drawn = f"{_shape(operand, operator)}, {below}, number{', different=True' if operator.written else ''}"
     made = f"{operand.name} = indices_below({drawn}).to({operator.first}.device)"
     none = [f"if {below} == 0 < {operand.name}.numel():", "    return  # no value is below 0"]
@@ -215,20 +206,19 @@ def _errors(operator: Operator) -> list[str]:
     """Returns the statements that yield the wrong calls, each with the message that it must raise."""
     function = f"extension_cpp.{operator.name}"
     dtypes = {name: _dtypes(each, operator) for name, each in operator.operands.items()}
-    counts = {each.name: _count_of_values(each) for each in operator.schema.number_lists}
-    outs = {name: _dtypes(each, operator) for name, each in operator.results.items()} if operator.schema.has_out else {}
-    made = f"lambda shape: torch.ones(shape, device=device), {_rank(operator)}"
+    counts = {}
+    for each in operator.number_lists:
+        most = int(each.length or MOST)
+        counts[each.name] = f"{'' if each.length else 'at most '}{most} value{'s' * (most != 1)}"
+    outs = {name: _dtypes(each, operator) for name, each in operator.results.items()} if operator.has_out else {}
+    wrong = {"wrong_dtypes": dtypes, "too_many_values": counts, "wrong_outputs": outs}
     return [
-        f"sample = next(sample_inputs({made}))",
-        *(
-            f"yield from {wrong}({function}, sample, {json.dumps(expected)})"
-            for wrong, expected in (("wrong_dtypes", dtypes), ("too_many_values", counts), ("wrong_outputs", outs))
-            if expected
-        ),
+        f"sample = next(sample_inputs(lambda shape: torch.ones(shape, device=device), {_rank(operator)}))",
+        *(f"yield from {each}({function}, sample, {json.dumps(wrong[each])})" for each in wrong if wrong[each]),
     ]
 
 
-def _dtypes(operand: Operand, operator: Operator) -> str:
+def _dtypes(operand: Argument, operator: Operator) -> str:
     """Returns the dtypes that a tensor may have, as a message says them. Samples of wrong calls are float32."""
     if operand.name == operator.first:
         return "float64, float32, bfloat16 or float16"
@@ -236,19 +226,15 @@ def _dtypes(operand: Operand, operator: Operator) -> str:
     return f"float32 like {operator.first}{'[0]' * is_list}" if operand.dtype == "same" else operand.dtype
 
 
-def _count_of_values(numbers: Argument) -> str:
-    most = int(numbers.length or MOST)
-    return f"{'' if numbers.length else 'at most '}{most} value{'s' * (most != 1)}"
-
-
 def test(operator: Operator) -> str:
-    """Returns the test file. Its test checks that the results of a call have the dtypes in `operator`."""
-    name, has_out = operator.name, operator.schema.has_out
+    """Returns the test file. Its tests check that the results of a call have the dtypes in `operator`, and a call with
+    `out`."""
+    name = operator.name
     text = f'"""Tests properties that only {name} has. tests/battery tests what every op must have."""\n\n'
     text += "import pytest\nimport torch\n\n"
-    text += "import extension_cpp\n" if has_out else ""
+    text += "import extension_cpp\n" if operator.has_out else ""
     text += "from tests.checks import as_tuple\n"
-    text += "from tests.generated import check_out\n" if has_out else ""
+    text += "from tests.generated import check_out\n" if operator.has_out else ""
     text += f"from tests.opspec import DTYPES\nfrom tests.specs.{name} import SPEC\n\n\n"
     text += '@pytest.mark.parametrize("dtype", DTYPES, ids=str)\n'
     text += "def test_dtypes(dtype: torch.dtype, device: str) -> None:\n"
@@ -262,22 +248,15 @@ def test(operator: Operator) -> str:
             f"assert [x.dtype for x in results] == [{', '.join(found)}]",
         ]
     )
-    return text + (_test_of_out(operator) if has_out else "")
-
-
-def _test_of_out(operator: Operator) -> str:
-    text = '\n\n@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])\n'
+    if not operator.has_out:
+        return text
+    text += '\n\n@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])\n'
     text += "def test_out(layout: str, device: str) -> None:\n"
     return text + body(
         [
             '"""A call with `out` writes into tensors of any strides, counts their versions, and returns them."""',
             f"x = torch.rand({_rank(operator)}, device=device)",
             "sample = next(SPEC.sample_inputs(lambda shape: torch.rand(shape, device=device), x.shape))",
-            f"check_out(extension_cpp.{operator.name}, sample, {quoted([*operator.results])}, layout)",
+            f"check_out(extension_cpp.{name}, sample, {quoted(operator.results)}, layout)",
         ]
     )
-
-
-def _options(operator: Operator) -> list[Argument]:
-    """Returns the arguments that tests/battery/test_options.py varies: numbers and optional tensors."""
-    return [each for each in operator.schema.arguments if each.is_optional or not each.is_tensor]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import generate, generate_python, generate_shim, generate_tests, roles, schema, tree
-from .errors import CannotMake
-from .roles import Operator
+from .errors import CannotMake, require
+from .schema import Operator
 from .tree import Addition, Plan
 
 NEXT = """
@@ -91,17 +91,15 @@ def _names(text: str) -> list[str]:
 
 def described(options: argparse.Namespace, name: str | None) -> Operator | None:
     """Returns the operator of --schema, or None without --schema. A `name` must equal the operator's."""
-    given = [option for option in OF_SCHEMA if getattr(options, option)]
     if options.schema is None:
-        if given:
-            raise CannotMake(f"--{given[0]} goes with --schema")
+        given = next((option for option in OF_SCHEMA if getattr(options, option)), None)
+        require(given is None, f"--{given} goes with --schema")
         return None
-    if options.kind is not None:
-        raise CannotMake("expected --schema or --kind, but got both")
-    parsed = schema.parse(options.schema)
-    if name not in (None, parsed.name):
-        raise CannotMake(f"expected the schema of {name}, but got one of {parsed.name}")
-    return roles.describe(parsed, options)
+    require(options.kind is None, "expected --schema or --kind, but got both")
+    operator = schema.parse(options.schema)
+    require(name in (None, operator.name), f"expected the schema of {name}, but got one of {operator.name}")
+    roles.describe(operator, options)
+    return operator
 
 
 def run_new(options: argparse.Namespace) -> None:
@@ -123,10 +121,9 @@ def run_elsewhere(options: argparse.Namespace) -> int | None:
     root, name = found
     if root.samefile(tree.TREE):
         return None
-    if not (root / name / "command" / Path(__file__).name).exists():
-        raise CannotMake(
-            f"the package {name} in {root} has no command of its own; 'new-package --update {root}' brings it"
-        )
+    has_command = (root / name / "command" / Path(__file__).name).exists()
+    lacks = f"the package {name} in {root} has no command of its own"
+    require(has_command, f"{lacks}; 'new-package --update {root}' brings it")
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [sys.executable, "-m", name, *options.words, "--in", str(root)]
     return subprocess.run(words, cwd=root, env=os.environ | {"PYTHONPATH": path}).returncode
@@ -184,19 +181,18 @@ def from_schema(operator: Operator) -> Addition:
         name,
         files,
         entry=generate_python.entry(operator),
-        reference=lambda line: generate_python.reference(operator, "extension_cpp/reference.py", line),
+        reference=generate_python.reference(operator),
         stub=generate_python.stub(operator),
         row=row,
         section=section,
-        names={f"{name}_functions", name},
-        own={"Any", "FLOATING", "call", "checks", "Gradients", "Match", "SAME", "Tensor", "torch"},
+        own={"call", "checks", "torch"},
     )
 
 
 def new(op: Addition, state: str) -> None:
     """Adds an op to this repository. `state` says what its tests do before the user writes anything."""
     texts = tree.sources()
-    tree.check_free(op, texts, lambda place: (tree.TREE / place).exists())
+    tree.check_free(op, texts)
     plan = Plan(tree.in_tree(op.files), tree.in_tree(tree.with_op(texts, op)))
     tree.write(plan)
     tree.report(plan, tree.TREE)
@@ -206,27 +202,28 @@ def new(op: Addition, state: str) -> None:
 # ---- removing an op ----
 
 
-def plan_removal(name: str) -> Plan:
-    """Plans the reverse of `new`: removes only what `new` writes, and nothing that other code uses."""
+def remove_op(name: str) -> None:
+    """Removes an op from this repository: only what `new` writes and the compiled files, and nothing that other code
+    uses."""
     tree.check_identifier("op", name.removesuffix("_"))
     folder = tree.TREE / "extension_cpp" / "csrc" / name
-    if not (folder / f"{name}.cpp").exists():
-        example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
-        raise CannotMake(f"there is no op '{name}': no {folder.relative_to(tree.TREE)}/{name}.cpp{example}")
+    example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
+    lacks = f"no {folder.relative_to(tree.TREE)}/{name}.cpp{example}"
+    require((folder / f"{name}.cpp").exists(), f"there is no op '{name}': {lacks}")
+    compiled = [*tree.TREE.glob(f"build/*/{name}"), *tree.TREE.glob(f"build/*/*/{name}")]
     places = f"extension_cpp/functional/{name}.py", f"tests/specs/{name}.py", f"tests/test_{name}.py"
     python = (tree.TREE / place for place in places)
     plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *python) if path.is_file()])
-    for path in (*plan.removed, *compiled(name)):
-        if path.resolve() != tree.TREE.resolve() / path.relative_to(tree.TREE):
-            raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
+    for path in (*plan.removed, *compiled):
+        is_there = path.resolve() == tree.TREE.resolve() / path.relative_to(tree.TREE)
+        require(is_there, f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     check_unused(name, plan)
     plan.changed = tree.in_tree(tree.without_op(tree.sources(), name))
-    return plan
-
-
-def compiled(name: str) -> list[Path]:
-    """Returns the folders with the compiled files of an op."""
-    return [*tree.TREE.glob(f"build/*/{name}"), *tree.TREE.glob(f"build/*/*/{name}")]
+    tree.write(plan)
+    for path in (folder, *compiled):
+        shutil.rmtree(path)
+    tree.report(plan, tree.TREE)
+    print(NEXT_WITHOUT)
 
 
 def check_unused(name: str, plan: Plan) -> None:
@@ -240,13 +237,3 @@ def check_unused(name: str, plan: Plan) -> None:
         found = word.search(path.read_text())
         if found is not None:
             raise CannotMake(f"{path.relative_to(tree.TREE)} uses {found[0]}; take that out first")
-
-
-def remove_op(name: str) -> None:
-    """Removes an op from this repository: the files of `new`, and the compiled files."""
-    plan = plan_removal(name)
-    tree.write(plan)
-    for folder in (tree.TREE / "extension_cpp" / "csrc" / name, *compiled(name)):
-        shutil.rmtree(folder)
-    tree.report(plan, tree.TREE)
-    print(NEXT_WITHOUT)

@@ -9,7 +9,7 @@ from pathlib import Path
 import extension_cpp
 
 from . import scaffold, tree
-from .errors import CannotMake
+from .errors import CannotMake, require
 from .tree import Plan
 
 # The files of a new package. OWN and COPIED come from templates/package, and SHARED from this repository. The user
@@ -64,10 +64,6 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def digests(texts: dict[Path, str]) -> dict[Path, str]:
-    return {place: digest(text.encode()) for place, text in texts.items()}
-
-
 def manifest(found: dict[Path, str]) -> str:
     """Returns the text of the MANIFEST: a line with a digest for each path, in the format of `sha256sum --check`."""
     lines = (f"{known}  {place}\n" for place, known in sorted(found.items()))
@@ -77,11 +73,11 @@ def manifest(found: dict[Path, str]) -> str:
 def texts_of(folder: Path, name: str, op: tree.Addition) -> tuple[dict[Path, str], dict[Path, str]]:
     """Returns the files of a new package that are the user's, and those that are copied."""
     tree.check_identifier("package", name)
-    if name in ("tests", "build", "dist", "docs", "build_library", "benchmark"):
-        raise CannotMake(f"expected a name that is free for the package, but its tree has '{name}' for something else")
+    is_used = name in ("tests", "build", "dist", "docs", "build_library", "benchmark")
+    require(not is_used, f"expected a name that is free for the package, but its tree has '{name}' for something else")
     scaffold.check_module("package", name)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CannotMake(f"{folder} exists; nothing is overwritten, so name a folder that does not, or an empty one")
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(is_free, f"{folder} exists; nothing is overwritten, so name a folder that does not, or an empty one")
     own = {place: (tree.TREE / "templates" / "package" / place).read_text() for place in OWN}
     shared = copies()
     texts = own | shared
@@ -89,7 +85,8 @@ def texts_of(folder: Path, name: str, op: tree.Addition) -> tuple[dict[Path, str
     own = {place: text.replace("kernel_template", op.name) for place, text in own.items()} | op.files
     own |= tree.with_op(own, op)
     copied = of_package(shared, name)
-    return of_package(own, name) | {Path(MANIFEST): manifest(digests(copied))}, copied
+    listed = manifest({place: digest(text.encode()) for place, text in copied.items()})
+    return of_package(own, name) | {Path(MANIFEST): listed}, copied
 
 
 def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
@@ -97,7 +94,7 @@ def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
     lines = [line.split("  ", 1) for line in (root / MANIFEST).read_text().splitlines() if not line.startswith("#")]
     before = {Path(place): known for known, place in lines}
     texts = of_package(copies(), name)
-    after = digests(texts)
+    after = {place: digest(text.encode()) for place, text in texts.items()}
     plan, left = Plan(), []
     for place in sorted({*after, *before}):
         path = root / place

@@ -7,15 +7,15 @@ import re
 import sys
 
 from . import new, tree
-from .errors import CannotMake
+from .errors import require
 from .tree import Addition, Plan
 
-OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace", "tensors", "stencil", "segments")
-KINDS = (*OP_KINDS, "accessor")
 # For each kind of template, the default name of the first op in a new package: what the template computes.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
-FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step", "stencil": "causal_conv"}
-FIRST_OP |= {"segments": "segment_sum", "tensors": "foreach_mul"}
+FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step", "tensors": "foreach_mul", "stencil": "causal_conv"}
+FIRST_OP |= {"segments": "segment_sum"}
+OP_KINDS = tuple(FIRST_OP)
+KINDS = (*OP_KINDS, "accessor")
 
 TORCH_NAMESPACES = ("aten", "prim", "prims", "at", "c10", "std")  # namespaces of operators and of C++
 
@@ -31,15 +31,10 @@ Next:
 def check_module(what: str, name: str) -> None:
     """Raises CannotMake if Python would find another module under this name, or if it cannot be a C++ namespace."""
     found = importlib.util.find_spec(name)  # a folder without __init__.py has no origin
-    if name in sys.stdlib_module_names or name in TORCH_NAMESPACES or (found is not None and found.origin is not None):
-        raise CannotMake(f"expected a name that is free for the {what}, but there is a module or namespace '{name}'")
-    if hasattr(ctypes.CDLL(None), name):
-        raise CannotMake(f"expected a name that is free for the {what}, but C has a function '{name}'")
-
-
-def named(name: str, symbols: set[str]) -> set[str]:
-    """Returns those symbols of a template that contain the placeholder, with the op's name put in its place."""
-    return {PLACEHOLDER.sub(name, symbol) for symbol in symbols if PLACEHOLDER.search(symbol)}
+    is_module = name in sys.stdlib_module_names or (found is not None and found.origin is not None)
+    expected = f"expected a name that is free for the {what}"
+    require(not is_module and name not in TORCH_NAMESPACES, f"{expected}, but there is a module or namespace '{name}'")
+    require(not hasattr(ctypes.CDLL(None), name), f"{expected}, but C has a function '{name}'")
 
 
 def from_template(kind: str, name: str) -> Addition:
@@ -61,19 +56,17 @@ def from_template(kind: str, name: str) -> Addition:
     files[f"extension_cpp/functional/{name}.py"] = named_texts["functional_template.py"]
     files[f"tests/specs/{name}.py"] = named_texts["spec_template.py"]
     files[f"tests/test_{name}.py"] = named_texts["test_template.py"]
-    reference = section("reference_template.py", "def ")
     # The row of the table in docs/ops.md and the op's section there. `make docs` writes the same text.
     row, page = named_texts["docs_template.md"].split("\n\n", 1)
     return Addition(
         name,
         files,
         entry=section("ops_template.py", "# ---- "),
-        reference=lambda line: reference,
+        reference=section("reference_template.py", "def "),
         # only differentiable operators are in _ops.pyi
         stub=section("stub_template.pyi", "def ") if "stub_template.pyi" in texts else "",
         row=row + "\n",
         section=page,
-        names=named(name, tree.top_level_names(texts["ops_template.py"])),
         own=tree.top_level_names(texts["functional_template.py"]) - {"kernel_template"},
     )
 
@@ -84,11 +77,10 @@ def new_example(name: str) -> None:
     template = tree.TREE / "templates" / "accessor"
     texts = {path.name: path.read_text() for path in sorted(template.iterdir()) if path.is_file()}
     symbols = tree.top_level_names(texts["ops_template.py"])
-    op = Addition(name, {}, "", lambda line: "", "", "", "", named(name, symbols), set())
-    tree.check_free(op, tree.sources(), lambda place: (tree.TREE / place).exists())
+    tree.check_free(Addition(name), tree.sources())
     # The example's test imports the file <name>.py. The name must not hide another module, or be used in that file.
-    if name in {"torch", "pytest"} | symbols:
-        raise CannotMake(f"the name '{name}' is taken: the example's own code needs it")
+    is_free = name not in {"torch", "pytest"} | symbols
+    require(is_free, f"the name '{name}' is taken: the example's own code needs it")
     check_module("example", name)
     plan = Plan()
     for file, text in texts.items():

@@ -1,4 +1,4 @@
-"""Parses the schema of an operator for `new --schema`, without torch. The schema is in PyTorch's syntax, such as
+"""Describes an operator for `new --schema`, and parses its schema without torch. It is in PyTorch's syntax, such as
 
 topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 """
@@ -6,10 +6,10 @@ topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import CannotMake
+from .errors import CannotMake, require
 
 C_KEYWORDS = re.findall(
     r"\w+",
@@ -23,24 +23,39 @@ C_KEYWORDS = re.findall(
     volatile wchar_t while xor xor_eq
     """,
 )
-TYPES = ("Tensor", "int", "SymInt", "float", "bool")
+# The types, each with the Python types of its defaults.
+TYPES: dict[str, tuple[type, ...]]
+TYPES = {"Tensor": (), "int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
+DIFFERENTIABLE = ("same", "float64", "float32")  # dtypes
+NAME = r"[A-Za-z_]\w*"
 WRITTEN = r"\(\w+!\)"  # the (a!) of a tensor that is written
 
 
-@dataclass(frozen=True)
+@dataclass
 class Argument:
+    """Describes an argument of an operator, or a result. The options of `new --schema` say the dtype and what follows
+    it, which are of tensors only."""
+
     name: str
-    type: str  # one of TYPES
+    type: str = "Tensor"  # one of TYPES
     is_optional: bool = False
     is_list: bool = False
     length: str = ""  # how many values a list of numbers must have: "2" for int[2], "" for int[]
-    is_written: bool = False  # Tensor(a!)
+    is_written: bool = False  # Tensor(a!), or a result for which there is also an overload .out
     default: str | None = None  # its text in the schema: "None", "1", "1e-05", "True", "[1, 2]"
     keyword_only: bool = False
+    dtype: str = "same"
+    shape: str = ""  # a pattern as in match.h, or "" for any shape; of a result an expression, "x" or a list of sizes
+    below: str = ""  # for an index tensor: the expression of the size that its values must be below
 
     @property
     def is_tensor(self) -> bool:
         return self.type == "Tensor"
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the argument is a list of any length, as int[] is, so that kernels get its length, too."""
+        return self.is_list and not self.length
 
     @property
     def kind(self) -> str:
@@ -64,49 +79,100 @@ class Argument:
         return tuple(value) if isinstance(value, list) else (value,) * int(self.length or 0)
 
 
-@dataclass(frozen=True)
-class Schema:
+@dataclass
+class Operator:
+    """Holds all that `new --schema` needs to generate the files of an operator.
+
+    parse() fills in what the schema says, and roles.describe() what the options say.
+    """
+
     name: str
-    arguments: tuple[Argument, ...]
-    results: tuple[str, ...]  # the names of the results; a single result without a name is "out"
-    gives_lists: bool = False  # each result is a list of tensors
+    arguments: list[Argument]
+    results: dict[str, Argument]  # a single result without a name is "out"
     has_out: bool = False  # there is also an overload .out, which writes the results into given tensors
+    grads: list[str] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)  # names of the arguments and results that backward reads
+    work: str = "flat"  # "flat", "rows", or "items=" and the expression of a shape
+    of: "Operator | None" = None  # the operator of which this one is the backward
 
     @property
-    def has_lists(self) -> bool:
-        """Returns whether an argument or a result is a list of tensors."""
-        return self.gives_lists or any(each.is_list for each in self.tensors)
+    def operands(self) -> dict[str, Argument]:
+        """Returns the tensors among the arguments by name, in the order in which they are checked. The dtype and device
+        of the others are compared with those of the first one."""
+        found = [each for each in self.arguments if each.is_tensor]
+        if self.of is not None:
+            saved = self.of.saved
+            found.sort(key=lambda each: (each.dtype != "same" or each.is_optional, each.name not in saved))
+        return {each.name: each for each in found}
 
     @property
-    def tensors(self) -> list[Argument]:
-        return [each for each in self.arguments if each.is_tensor]
+    def first(self) -> str:
+        return next(iter(self.operands))
 
     @property
     def numbers(self) -> list[Argument]:
-        """Returns the arguments that are numbers or lists of numbers."""
-        return [each for each in self.arguments if not each.is_tensor]
-
-    @property
-    def keyword_only(self) -> list[Argument]:
-        return [each for each in self.arguments if each.keyword_only]
-
-    @property
-    def positional(self) -> list[Argument]:
-        return [each for each in self.arguments if not each.keyword_only]
-
-    def listed(self, texts: Iterable[str], *outs: str) -> str:
-        """Joins texts, one for each argument, and those of outputs. A "*" stands before the keyword-only ones."""
-        found = [*texts]
-        if self.keyword_only or outs:
-            found.insert(len(self.positional), "*")
-        return ", ".join([*found, *outs])
+        """Returns the arguments that are numbers or lists of numbers, without the sizes of tensors, of backward."""
+        return [each for each in (self.of or self).arguments if not each.is_tensor]
 
     @property
     def number_lists(self) -> list[Argument]:
         return [each for each in self.numbers if each.is_list]
 
-    def argument(self, name: str) -> Argument | None:
-        return next((each for each in self.arguments if each.name == name), None)
+    @property
+    def keyword_only(self) -> list[Argument]:
+        """Returns the arguments behind the "*", which are the last ones."""
+        return [each for each in self.arguments if each.keyword_only]
+
+    @property
+    def written(self) -> list[Argument]:
+        return [each for each in self.operands.values() if each.is_written]
+
+    @property
+    def inputs(self) -> list[Argument]:
+        """Returns the tensors that the kernel only reads."""
+        return [each for each in self.operands.values() if not each.is_written]
+
+    @property
+    def outputs(self) -> list[Argument]:
+        return [*self.written, *self.results.values()]
+
+    @property
+    def direction(self) -> str:
+        return "forward" if self.of is None else "backward"
+
+    @property
+    def kernel(self) -> str:
+        return f"{(self.of or self).name}_{self.direction}"
+
+    @property
+    def has_lists(self) -> bool:
+        """Returns whether an argument or a result is a list of tensors."""
+        return any(each.is_list for each in (*self.operands.values(), *self.results.values()))
+
+    @property
+    def has_unknown_size(self) -> bool:
+        return any("?" in each.shape for each in self.results.values())
+
+    @property
+    def indices(self) -> str:
+        """Returns the names of the index tensors, such as "index and target", or ""."""
+        return " and ".join(each.name for each in self.operands.values() if each.below)
+
+    @property
+    def differentiable_results(self) -> list[Argument]:
+        return [each for each in self.results.values() if each.dtype in DIFFERENTIABLE]
+
+    @property
+    def sizes_of(self) -> list[str]:
+        """Returns the names of tensors with a gradient that are not saved. Backward gets their sizes as arguments."""
+        return [name for name in self.grads if name not in self.saved]
+
+    def listed(self, texts: Iterable[str], *outs: str) -> str:
+        """Joins texts, one for each argument, and those of outputs. A "*" stands before the keyword-only ones."""
+        found = [*texts]
+        if self.keyword_only or outs:
+            found.insert(len(self.arguments) - len(self.keyword_only), "*")
+        return ", ".join([*found, *outs])
 
 
 class _Reader:
@@ -121,115 +187,100 @@ class _Reader:
     def word(self) -> str:
         return self.left[0][1]
 
-    def take(self, pattern: str) -> str:
-        """Takes the word and returns it if it matches the pattern, else an empty text."""
-        return self.left.pop(0)[1] if re.fullmatch(pattern, self.word) else ""
-
-    def accept(self, word: str) -> bool:
-        return bool(self.take(re.escape(word)))
+    def take(self, pattern: str, expected: str = "") -> str:
+        """Takes the word and returns it if it matches the pattern. Else returns "", or fails if one was expected."""
+        if re.fullmatch(pattern, self.word):
+            return self.left.pop(0)[1]
+        if expected:
+            raise self.fail(expected)
+        return ""
 
     def fail(self, expected: str) -> CannotMake:
         got, column = f"'{self.word}'" if self.word else "its end", self.left[0].start(1) + 1
         return CannotMake(f"expected {expected} at column {column} of the schema, but got {got}: {self.text}")
 
-    def expect(self, word: str) -> None:
-        if not self.accept(word):
-            raise self.fail(f"'{word}'")
-
-    def name(self, what: str) -> str:
-        found = self.take(r"[A-Za-z_]\w*")
-        if not found:
-            raise self.fail(what)
-        return found
-
     def elements(self, end: str) -> Iterator[None]:
         """Yields before each element of a list, of which the caller then reads all but the commas and the `end`."""
         is_first = True
-        while not self.accept(end):
+        while not self.take(end):
             if not is_first:
-                self.expect(",")
+                self.take(",", "','")
             is_first = False
             yield
 
 
-def parse(text: str) -> Schema:
-    """Returns the schema that a text describes.
+def parse(text: str) -> Operator:
+    """Returns the operator that a schema describes.
 
     Raises CannotMake if the text is no schema, or if `new --schema` cannot write an operator with this schema. For a
     syntax error, the message names the column.
     """
     reader = _Reader(text)
-    name = reader.name("the operator's name")
-    overload = reader.name("the overload's name") if reader.accept(".") else ""
-    if overload not in ("", "out"):
-        raise CannotMake(
-            f"{name}.{overload} is an overload, of which `new --schema` writes .out alone: make {name}, and add the "
-            "overload's DEF, impl and register by hand"
-        )
-    reader.expect("(")
+    name = reader.take(NAME, "the operator's name")
+    overload = reader.take(NAME, "the overload's name") if reader.take(r"\.") else ""
+    require(
+        overload in ("", "out"),
+        f"{name}.{overload} is an overload, of which `new --schema` writes .out alone: make {name}, and add the "
+        "overload's DEF, impl and register by hand",
+    )
+    reader.take(r"\(", "'('")
     arguments: list[Argument] = []
     keyword_only = False
-    for _ in reader.elements(")"):
-        if reader.accept("*"):
+    for _ in reader.elements(r"\)"):
+        if reader.take(r"\*"):
             keyword_only = True
-            reader.expect(",")
+            reader.take(",", "','")
         arguments.append(_argument(reader, keyword_only, {each.name for each in arguments}))
-    reader.expect("->")
-    results, gives_lists = _results(reader)
-    if reader.word:
-        raise reader.fail("the end of the schema")
+    reader.take("->", "'->'")
+    results = _results(reader)
+    reader.take("", "the end of the schema")
     _check_defaults(arguments)
-    schema = Schema(name, tuple(arguments), results, gives_lists)
-    return _with_out(schema) if overload else schema
+    operator = Operator(name, arguments, {each.name: each for each in results})
+    return _with_out(operator) if overload else operator
 
 
-def _with_out(overload: Schema) -> Schema:
-    """Returns the schema of an operator, given that of its overload .out, which has the results as arguments."""
+def _with_out(overload: Operator) -> Operator:
+    """Returns the operator of an overload .out, which has the results as arguments."""
     outs = [each for each in overload.arguments if each.is_written]
     fits = all(each.keyword_only and each.kind == "Tensor(!)" for each in outs)
-    if not outs or not fits or overload.results:
-        raise CannotMake(
-            f"expected {overload.name}.out(..., *, Tensor(a!) out) -> (), with more such tensors if need be"
-        )
-    others = tuple(each for each in overload.arguments if each not in outs)
-    return Schema(overload.name, others, tuple(each.name for each in outs), has_out=True)
+    message = f"expected {overload.name}.out(..., *, Tensor(a!) out) -> (), with more such tensors if need be"
+    require(outs and fits and not overload.results, message)
+    others = [each for each in overload.arguments if each not in outs]
+    results = {each.name: Argument(each.name, is_written=True) for each in outs}
+    return Operator(overload.name, others, results, has_out=True)
 
 
 def _check_defaults(arguments: list[Argument]) -> None:
     """Raises CannotMake if a default has another type, or if a positional argument without a default follows it."""
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
     before = ""
     for each in arguments:
         if each.default is None:
-            if before and not each.keyword_only:
-                raise CannotMake(f"expected a default for {each.name}, because {before} before it has one")
+            message = f"expected a default for {each.name}, because {before} before it has one"
+            require(not before or each.keyword_only, message)
             continue
         before = each.name
         values = each.value if each.is_list else [each.value]
-        fits = each.is_optional if each.value is None else all(type(x) in kinds.get(each.type, ()) for x in values)
+        fits = each.is_optional if each.value is None else all(type(x) in TYPES[each.type] for x in values)
         if each.is_list and each.value is not None:
             fits &= len(values) == int(each.length) if each.length else each.default[0] == "["
-        if not fits:
-            raise CannotMake(f"expected a default of {each.kind.rstrip('?')} for {each.name}, but got {each.default}")
+        require(fits, f"expected a default of {each.kind.rstrip('?')} for {each.name}, but got {each.default}")
 
 
 def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:
-    kind = reader.take("|".join(TYPES))
-    if not kind:
-        raise reader.fail(f"one of the types {', '.join(TYPES)}")
+    kind = reader.take("|".join(TYPES), f"one of the types {', '.join(TYPES)}")
     is_written = kind == "Tensor" and bool(reader.take(WRITTEN))
     brackets = reader.take(r"\[\d*\]")
-    is_optional = reader.accept("?")
+    is_optional = bool(reader.take(r"\?"))
     if reader.word in taken:
         raise reader.fail("a name that no other argument has")
-    name = reader.name("the argument's name")
-    default = _default(reader) if reader.accept("=") else None
+    name = reader.take(NAME, "the argument's name")
+    default = _default(reader) if reader.take("=") else None
     return Argument(name, kind, is_optional, bool(brackets), brackets[1:-1], is_written, default, keyword_only)
 
 
 def _default(reader: _Reader) -> str:
-    if reader.accept("["):
-        return f"[{', '.join([_value(reader) for _ in reader.elements(']')])}]"
+    if reader.take(r"\["):
+        return f"[{', '.join([_value(reader) for _ in reader.elements(r']')])}]"
     return _value(reader)
 
 
@@ -241,27 +292,27 @@ def _value(reader: _Reader) -> str:
     return reader.take(".+")
 
 
-def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
-    """Returns the names of the results, and whether each result is a list of tensors."""
-    if not reader.accept("("):
-        _expect_tensor(reader)
-        is_list = reader.accept("[]")
-        return (reader.take(".+") or "out",), is_list
-    names: list[str] = []
-    are_lists: set[bool] = set()
-    for _ in reader.elements(")"):
-        _expect_tensor(reader)
-        are_lists.add(reader.accept("[]"))
-        names.append(reader.name("the result's name"))
-    if len(are_lists) > 1:
-        raise CannotMake("expected results that are all tensors or all lists of tensors")
-    return tuple(names), True in are_lists
+def _results(reader: _Reader) -> list[Argument]:
+    if not reader.take(r"\("):
+        is_list = _is_list(reader)
+        return [Argument(reader.take(".+") or "out", is_list=is_list)]
+    found: list[Argument] = []
+    for _ in reader.elements(r"\)"):
+        is_list = _is_list(reader)
+        if reader.word in [each.name for each in found]:
+            raise reader.fail("a name that no other result has")
+        found.append(Argument(reader.take(NAME, "the result's name"), is_list=is_list))
+    kinds = {each.is_list for each in found}
+    require(len(kinds) < 2, "expected results that are all tensors or all lists of tensors")
+    return found
 
 
-def _expect_tensor(reader: _Reader) -> None:
-    reader.expect("Tensor")
-    if reader.take(WRITTEN):
-        raise CannotMake(
-            "expected -> () of an operator that writes, because torch.compile in PyTorch 2.10 takes none that returns "
-            "an argument; the Python function of an overload .out returns it"
-        )
+def _is_list(reader: _Reader) -> bool:
+    """Reads the type of a result, which is Tensor or Tensor[]."""
+    reader.take("Tensor", "'Tensor'")
+    require(
+        not reader.take(WRITTEN),
+        "expected -> () of an operator that writes, because torch.compile in PyTorch 2.10 takes none that returns an "
+        "argument; the Python function of an overload .out returns it",
+    )
+    return bool(reader.take(r"\[\]"))

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from .errors import CannotMake
 
 # One part of an expression: a number, an argument or ?; or one size x[0] of x; or the sizes *x or *x[1:-1].
-PART = re.compile(r"(0|[1-9]\d*|\?|[a-zA-Z_]\w*)|([a-zA-Z_]\w*)\[(-?\d+)\]|\*([a-zA-Z_]\w*)(?:\[(-?\d+)?:(-?\d+)?\])?")
+PART = re.compile(
+    r"(0|[1-9]\d*|\?|[a-zA-Z_]\w*)|([a-zA-Z_]\w*)\[(-?\d+)\]|\*([a-zA-Z_]\w*)(?:\[((?:-?\d+)?:(?:-?\d+)?)\])?"
+)
 
 
 def words_of(pattern: str) -> list[str]:
@@ -25,17 +27,15 @@ def pattern(role: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Holds one part of a shape expression.
-
-    With `tensor`, the part stands for the sizes of dimensions [begin, end) of this tensor or, if `is_size`, for the
-    size of dimension `begin` alone. Without `tensor`, the part is the one size `number`.
-    """
+    """Holds one part of a shape expression: sizes of a tensor, or without `tensor` the one size `number`."""
 
     tensor: str = ""
-    begin: int | None = None
-    end: int | None = None
-    is_size: bool = False
+    index: str = ""  # "0" for the one size x[0], "1:-1" for the sizes *x[1:-1], "" for all sizes
     number: str = ""  # digits, the name of an argument, or "?" for a size that depends on the data
+
+    @property
+    def is_size(self) -> bool:
+        return self.index != "" and ":" not in self.index
 
 
 def parts(expression: str) -> list[Part]:
@@ -55,10 +55,6 @@ def _part(word: str, expression: str) -> Part:
             "expected a shape of a tensor's name or a list of numbers, arguments, x[0], *x, *x[:-1] and ?, but got "
             f"'{word}' in '{expression}'"
         )
-    number, tensor, index, whole, *ends = found.groups()
-    if number:
-        return Part(number=number)
-    if tensor:
-        return Part(tensor, int(index), is_size=True)
-    begin, end = (None if each is None else int(each) for each in ends)
-    return Part(whole, begin, end)
+    number, tensor, index, whole, ends = found.groups("")
+    index = re.sub(r"\d+", lambda digits: str(int(digits[0])), index or ends)  # in C++, 010 is 8
+    return Part(tensor or whole, "" if index == ":" else index, number)

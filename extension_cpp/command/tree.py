@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import CannotMake
+from .errors import CannotMake, require
 from .schema import C_KEYWORDS
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -47,14 +47,13 @@ class Addition:
     """Holds what one op adds to a tree: files by path, and its parts of the EDITED files."""
 
     name: str
-    files: dict[str, str]
-    entry: str
-    reference: Callable[[int], str]  # makes the definition, given its first line's number in the file
-    stub: str
-    row: str
-    section: str
-    names: set[str]  # names that ops.py defines or imports for the op
-    own: set[str]  # names that the op's own module defines beside the function
+    files: dict[str, str] = field(default_factory=dict)
+    entry: str = ""
+    reference: str = ""  # the definition, in which "{line}" stands for the number of its second line in the file
+    stub: str = ""
+    row: str = ""
+    section: str = ""
+    own: set[str] = field(default_factory=set)  # names that the op's own module defines beside the function
 
 
 def tree_of(folder: Path) -> tuple[Path, str] | None:
@@ -72,17 +71,17 @@ def tree_of(folder: Path) -> tuple[Path, str] | None:
 
 def check_identifier(what: str, name: str) -> None:
     """Refuses a name that C, C++ or Python does not allow, or that breaks the package's naming rules."""
-    if not name:
-        raise CannotMake(f"expected a name for the {what}, but got an empty one")
-    if len(name) > LONGEST:
-        raise CannotMake(f"expected a name of at most {LONGEST} characters for the {what}, but got {len(name)}")
-    if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        raise CannotMake(
-            f"expected the {what}'s name to be lower-case letters from a to z and digits, a letter first, words joined "
-            f"by single underscores, but got {name!r}"
-        )
-    if name in C_KEYWORDS or keyword.iskeyword(name):
-        raise CannotMake(f"expected a name that is free for the {what}, but '{name}' is a keyword of C, C++ or Python")
+    require(name, f"expected a name for the {what}, but got an empty one")
+    got = f"but got {len(name)}"
+    require(len(name) <= LONGEST, f"expected a name of at most {LONGEST} characters for the {what}, {got}")
+    require(
+        re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name),
+        f"expected the {what}'s name to be lower-case letters from a to z and digits, a letter first, words joined by "
+        f"single underscores, but got {name!r}",
+    )
+    is_keyword = name in C_KEYWORDS or keyword.iskeyword(name)
+    expected = f"expected a name that is free for the {what}"
+    require(not is_keyword, f"{expected}, but '{name}' is a keyword of C, C++ or Python")
 
 
 def top_level_names(text: str) -> set[str]:
@@ -102,33 +101,26 @@ def in_tree(texts: dict[str, str]) -> dict[Path, str]:
     return {TREE / place: text for place, text in texts.items()}
 
 
-def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool]) -> None:
+def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool] | None = None) -> None:
     """Refuses an op's name that is taken in the tree of these texts, or that hides a builtin in ops.py."""
-    name = op.name
+    exists = exists or (lambda place: (TREE / place).exists())
+    name, taken = op.name, f"the name '{op.name}' is taken"
     folders = ("", "extension_cpp/", "extension_cpp/csrc/", "examples/")
     modules = f"extension_cpp/{name}.py", f"extension_cpp/functional/{name}.py"
     for place in (*(folder + name for folder in folders), *modules):
-        if exists(place):
-            raise CannotMake(f"the name '{name}' is taken: {place} exists")
-    if name in dir(builtins):
-        raise CannotMake(f"the name '{name}' is taken: it is a builtin of Python")
+        require(not exists(place), f"{taken}: {place} exists")
+    require(name not in dir(builtins), f"{taken}: it is a builtin of Python")
     for place, text in texts.items():
-        if not place.endswith(".cpp"):
-            continue
-        found = set(re.findall(r'\b(?:m\.def|DEF\w*)\((?:\s*m,)?\s*"(\w+)', text))
-        overloads = {f"{op}{suffix}" for op in found for suffix in ("_no_grad", "_all_results")}
-        taken = (found | overloads) & {name, f"{name}_backward"}
-        if taken:
-            raise CannotMake(f"the name '{name}' is taken: {place} has the op {min(taken)}")
-    if name in op.own:
-        raise CannotMake(f"the name '{name}' is taken: the op's own code needs it")
+        found = re.findall(r'\b(?:m\.def|DEF\w*)\((?:\s*m,)?\s*"(\w+)', text) if place.endswith(".cpp") else []
+        ops = {f"{op}{suffix}" for op in found for suffix in ("", "_no_grad", "_all_results")}
+        for each in (name, f"{name}_backward"):
+            require(each not in ops, f"{taken}: {place} has the op {each}")
+    require(name not in op.own, f"{taken}: the op's own code needs it")
     for place in ("extension_cpp/ops.py", "extension_cpp/reference.py", "extension_cpp/__init__.py"):
-        taken = op.names & top_level_names(texts[place])
-        if taken:
-            raise CannotMake(f"the name '{name}' is taken: {place} has {min(taken)}")
+        for each in (name, f"{name}_functions"):  # what ops.py imports for the op
+            require(each not in top_level_names(texts[place]), f"{taken}: {place} has {each}")
     for place in op.files:
-        if exists(place):
-            raise CannotMake(f"{place} exists; nothing is overwritten")
+        require(not exists(place), f"{place} exists; nothing is overwritten")
 
 
 # ---- edits ----
@@ -151,10 +143,8 @@ def with_entry(text: str, name: str, entry: str) -> str:
 
 
 def with_marks(text: str, marks: Iterable[str] = ()) -> str:
-    """Imports into ops.py those names of registration/entries.py that it uses: `register`, and marks in capitals.
-
-    They are among the names that ops.py imports so far, and `marks`.
-    """
+    """Imports into ops.py those names of registration/entries.py that it uses: `register`, and marks in capitals. They
+    are among the names that ops.py imports so far, and `marks`."""
     imported = re.search(r"^from \.registration\.entries import (?:\(([^)]*)\)|([\w, ]*).*)\n", text, re.MULTILINE)
     if imported is None:
         raise CannotMake("extension_cpp/ops.py imports nothing from .registration.entries")
@@ -188,7 +178,7 @@ def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
     sections, modules, after = texts[page].partition("\n## Modules\n")  # a package's page has no modules
     changed = {
         ops: with_marks(with_entry(texts[ops], op.name, op.entry), marks),
-        table: reference + op.reference(reference.count("\n") + 1),
+        table: reference + op.reference.replace("{line}", str(reference.count("\n") + 2)),
         stub: texts[stub] + op.stub,
         page: with_row(f"{sections}\n{op.section}{modules}{after}", op.row),
         readme: with_count(texts[readme], 1),
@@ -213,8 +203,7 @@ def without_op(texts: dict[str, str], name: str) -> dict[str, str]:
     changed = {place: texts[place] for place in EDITED}
     for place, pattern, what in passages:
         changed[place], count = re.subn(pattern, "", changed[place], flags=re.DOTALL | re.MULTILINE)
-        if count != 1:
-            raise CannotMake(f"expected {place} to have {what} once, but found it {count} times")
+        require(count == 1, f"expected {place} to have {what} once, but found it {count} times")
     changed[ops] = with_marks(changed[ops])
     changed[readme] = with_count(changed[readme], -1)
     return {place: text for place, text in changed.items() if text != texts[place]}
@@ -225,21 +214,19 @@ def without_op(texts: dict[str, str], name: str) -> dict[str, str]:
 
 def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
     """Returns the texts formatted as `make lint` requires, because line breaks depend on the length of the op's name.
-
-    Without clang-format and ruff the texts stay unformatted; `make format` formats them later.
-    """
+    Without clang-format and ruff the texts stay unformatted; `make format` formats them later."""
     ruff = ["ruff", "format", "--quiet", "--isolated", "--line-length=120", "--target-version=py310"]
     clang_format = ["clang-format", "-i", f"--style=file:{TREE / '.clang-format'}"]
     with tempfile.TemporaryDirectory() as folder:
         copies = {path: Path(folder, f"{number}{path.suffix}") for number, path in enumerate(texts)}
+        for path, copy in copies.items():
+            copy.write_text(texts[path])
         for (program, *options), suffixes in ((ruff, (".py", ".pyi")), (clang_format, C_SUFFIXES)):
-            files = [copies[path] for path in texts if path.suffix in suffixes]
-            for path in (path for path in texts if path.suffix in suffixes):
-                copies[path].write_text(texts[path])
-            program = str(Path(sysconfig.get_path("scripts"), program))
-            if files and Path(program).exists():
-                subprocess.run([program, *options, *files], capture_output=True, check=True)
-        return {path: copies[path].read_text() if copies[path].exists() else texts[path] for path in texts}
+            files = [copy for copy in copies.values() if copy.suffix in suffixes]
+            there = Path(sysconfig.get_path("scripts"), program)
+            if files and there.exists():
+                subprocess.run([there, *options, *files], capture_output=True, check=True)
+        return {path: copy.read_text() for path, copy in copies.items()}
 
 
 @contextlib.contextmanager
@@ -256,42 +243,33 @@ def stop(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)  # the status with which a shell reports a process that this signal ended
 
 
-def undo(made: list[Path], before: dict[Path, bytes]) -> None:
-    with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second signal must not stop this
-        for path, content in before.items():
-            path.write_bytes(content)
-        for path in reversed(made):
-            if path.is_dir():
-                path.rmdir()
-            else:
-                path.unlink(missing_ok=True)
-
-
 def write(plan: Plan) -> None:
     """Writes all files of the plan or, if something stops it, none."""
-    taken = next((path for path in plan.new if path.exists()), None)
-    if taken is not None:
-        raise CannotMake(f"{taken} exists; nothing is overwritten")
-    made: list[Path] = []
+    for each in plan.new:
+        require(not each.exists(), f"{each} exists; nothing is overwritten")
     before = {path: path.read_bytes() for path in (*plan.changed, *plan.removed)}
+    undo = contextlib.ExitStack()
     path = None
     try:
         with on_signals(stop, signal.SIGTERM):
-            for path, text in laid_out(plan.new).items():
+            for path, text in laid_out(plan.new | plan.changed).items():
                 for folder in reversed(path.parents):
                     if not folder.is_dir():
                         folder.mkdir()
-                        made.append(folder)
-                made.append(path)
+                        undo.callback(folder.rmdir)
+                if path in plan.new:
+                    undo.callback(path.unlink, missing_ok=True)
+                else:
+                    undo.callback(path.write_bytes, before[path])
                 path.write_text(text)
                 if text.startswith("#!"):
                     path.chmod(0o755)
-            for path, text in laid_out(plan.changed).items():
-                path.write_text(text)
             for path in plan.removed:
+                undo.callback(path.write_bytes, before[path])
                 path.unlink()
     except BaseException as error:
-        undo(made, before)
+        with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second signal must not stop this
+            undo.close()
         if isinstance(error, OSError):  # the error of a full disk names no file
             where = error.filename or path
             raise CannotMake(f"cannot write {where}: {error.strerror}; everything is as it was") from error

@@ -1,5 +1,3 @@
-"""Defines every op in plain PyTorch, with the op's signature. The tests compare the ops with these in float64."""
-
 from torch import Tensor
 
 
