@@ -71,9 +71,13 @@ def registered_plainly(op: str) -> Iterator[None]:
     """
     names = [name for name in (op, f"{op}_backward") if name in formulas()]
     operator, no_grad = (calls.overload_of(autograd.qualified(op + end)) for end in ("", calls.NO_GRAD))
-    call, count = calls.by_position(operator), len(no_grad._schema.returns)
-    if count < len(operator._schema.returns):
-        call = autograd.leading(call, count)
+    count, every = len(no_grad._schema.returns), len(operator._schema.returns)
+    call_operator = calls.by_position(operator)
+
+    def call(*args: Any) -> Any:
+        found = call_operator(*args)
+        return found if count == every else found[0] if count == 1 else found[:count]
+
     library = torch.library.Library(calls.NAMESPACE, "FRAGMENT")
     try:
         for name in names:

@@ -149,9 +149,9 @@ register("add_rms_norm", fake=norms.ADD_RMS_NORM.fake, setup_context=norms.ADD_R
 register("layer_norm_dropout", fake=norms.LAYER_NORM_DROPOUT.fake,
          setup_context=norms.LAYER_NORM_DROPOUT.setup_context, backward=norms.LAYER_NORM_DROPOUT.backward,
          plain=norms.LAYER_NORM_DROPOUT.plain, autocast=FLOAT32_ON_CUDA, nested=BY_ROWS, sharding=rules.norm)
-for norm in (norms.LAYER_NORM, norms.RMS_NORM, norms.ADD_LAYER_NORM, norms.ADD_RMS_NORM, norms.LAYER_NORM_DROPOUT):
-    register(f"{norm.op}_backward", fake=norm.backward_fake, setup_context=norm.backward_setup_context,
-             backward=norm.second, plain=norm.backward_plain, sharding=rules.norm_backward)
+for _norm in (norms.LAYER_NORM, norms.RMS_NORM, norms.ADD_LAYER_NORM, norms.ADD_RMS_NORM, norms.LAYER_NORM_DROPOUT):
+    register(f"{_norm.op}_backward", fake=_norm.backward_fake, setup_context=_norm.backward_setup_context,
+             backward=_norm.second, plain=_norm.backward_plain, sharding=rules.norm_backward)
 
 # ---- softmax ----
 

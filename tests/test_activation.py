@@ -110,6 +110,16 @@ def test_beyond_the_tails(name: str, dtype: torch.dtype, device: str) -> None:
     assert (zero == 0).all() and zero.signbit().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_forward_over_reverse_beyond_the_tails(name: str, device: str) -> None:
+    """The plain form of the backward, which forward mode differentiates, has a second derivative of 0 where x^2 is not
+    finite in the dtype."""
+    for dtype, x in ((torch.float16, [100.0, 300.0, -300.0, 1000.0]), (torch.float32, [1e4, 1e19, -1e19, 3e38])):
+        at = torch.tensor(x, dtype=dtype, device=device)
+        second = torch.func.jacfwd(torch.func.grad(lambda x: FUNCTIONS[name][0](x).sum()))(at)
+        assert torch.equal(second, torch.zeros_like(second))
+
+
 @every_function
 def test_third_derivative_is_refused(name: str, device: str) -> None:
     x = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)

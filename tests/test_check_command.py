@@ -413,6 +413,16 @@ def test_samples_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert status == 0 and "x: float64[3, 9]" in out and lines["values"] == "passed", out
 
 
+def test_a_module_of_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MODULE may be a file whose name is no Python name."""
+    (tmp_path / "01-ops.py").write_text("import torch\nmish = torch.nn.functional.mish\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ("--sample", "torch.randn(3)", "--device", "cpu", "--reference", "01-ops:mish")
+    assert check(capsys, "01-ops", "extension_cpp::mish", *words)[1]["values"] == "passed"
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [

@@ -465,6 +465,27 @@ def test_left_with_the_loss_of_its_logits(reason: str) -> None:
         assert nn.revert(model).changed[""] == type(model).__name__
 
 
+def test_a_model_that_returns_a_plain_dict_is_left() -> None:
+    """Who gets a dict may read its logits, which the linear loss would leave out."""
+
+    class ReturnsDict(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids, return_dict=True).last_hidden_state)
+            return {"loss": self.loss_function(logits, labels, self.vocab_size), "logits": logits}
+
+    left = convert(ReturnsDict(transformers.LlamaConfig(**LLAMA, use_cache=False)), loss="linear").left
+    assert left[""] == f"ReturnsDict: its loss cannot be linear: {UNKNOWN}"
+
+
+def test_the_loss_ignores_what_it_does_not_know() -> None:
+    """transformers passes a model's further keywords on to its loss, whatever their names."""
+    model = make("llama")
+    convert(model, loss="logits")
+    logits, labels = torch.randn(1, 3, 61), torch.tensor([[1, 2, 3]])
+    loss = model.loss_function(logits=logits, labels=labels, vocab_size=61, device="x", compute=0)
+    torch.testing.assert_close(loss, ForCausalLMLoss(logits, labels, 61))
+
+
 def test_the_same_forward_is_followed() -> None:
     """convert gives the linear loss to models with the forward of those in LEFT[UNKNOWN], if this forward does not
     change the logits or only caps them. The models in LEFT[UNKNOWN] are therefore left only for their changes."""

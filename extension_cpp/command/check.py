@@ -1,7 +1,7 @@
 """`check` tests an operator that another package registered. docs/check.md lists the checks."""
 
 import functools
-import pkgutil
+import importlib
 import runpy
 import warnings
 from argparse import Namespace
@@ -35,8 +35,11 @@ def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[
 
 
 def load(text: str, what: str) -> Any:
+    """Imports the module that `text` names. For "MODULE:FUNCTION" it returns this attribute of the module."""
+    module, _, name = text.partition(":")
     try:
-        return pkgutil.resolve_name(text if ":" in text else f"{text}:")  # so that it imports the module as a whole
+        found = importlib.import_module(module)
+        return functools.reduce(getattr, name.split("."), found) if name else found
     except Exception as error:
         raise CannotMake(f"{what} {text} cannot be imported: {sentence(error)}") from None
 
@@ -70,7 +73,7 @@ def of_file(path: str) -> Any:
     except Exception as error:
         raise CannotMake(f"--spec {path} cannot be run: {sentence(error)}") from None
     for name in ("spec", "SPEC", "samples"):
-        if name in space:
+        if space.get(name) is not None:
             return space[name]
     raise CannotMake(f"expected {path} to define spec, an OpSpec, or samples(device, dtype), but it has neither")
 

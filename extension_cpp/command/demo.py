@@ -4,7 +4,6 @@ The model reads bytes of the English text that comes with every Python, and uses
 model train on the same batches. One of them is changed by nn.convert before.
 """
 
-import contextlib
 import logging
 import os
 import re
@@ -95,10 +94,12 @@ def compile_both(ours: Training, stock: Training, device: str, console: Console)
 def output_folder() -> Path:
     """Returns the folder out/ in the current folder, or a temporary folder if out/ cannot be written."""
     folder = Path("out")
-    with contextlib.suppress(OSError):
+    try:
         folder.mkdir(exist_ok=True)
-    can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    return folder if can_write else Path(tempfile.mkdtemp(prefix="extension_cpp_"))
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="extension_cpp_"))
 
 
 def draw(ours: Training, stock: Training, path: Path) -> None:

@@ -32,6 +32,7 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, 
 def _token_loss(
     compute: Callable[[Tensor, str, int], Tensor],
     device: torch.device,
+    /,
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
@@ -298,7 +299,7 @@ def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None
         output: Any = type(module).forward(twin, input_ids=torch.zeros_like(labels), labels=labels, return_dict=True)
     except Exception:  # unknown code may raise anything when it runs on stand-ins
         return None
-    if not isinstance(output, dict) or "logits" not in output or output.get("loss") is not loss:
+    if not isinstance(output, dict) or "logits" not in output or getattr(output, "loss", None) is not loss:
         return None
     match received, calls:
         case [Tensor() as x], [(got, targets, vocab_size)] if x.shape[-1] == head.in_features:

@@ -1,5 +1,6 @@
 """Implements muladd and the activations, alone and after a bias."""
 
+import math
 from typing import Any
 
 import torch
@@ -239,7 +240,12 @@ def gelu_plain(x: Tensor, tanh: bool = False) -> Tensor:
 
 
 def gelu_backward_plain(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad_out, x, approximate="tanh" if tanh else "none")
+    if tanh:
+        c = 2 * math.sqrt(2 / math.pi)
+        s = torch.sigmoid(c * (x + 0.044715 * x**3))
+        return grad_out * (s + x * s * (1 - s) * c * (1 + 3 * 0.044715 * x * x))
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return grad_out * (torch.special.ndtr(x) + x * density)
 
 
 # ---- scale_bias_relu, bias_gelu ----

@@ -89,8 +89,8 @@ def by_position(op: Any) -> Callable[..., Any]:
 
 
 def untraced(op: Any) -> Callable[..., Any]:
-    """Returns by_position(op) or, without keyword-only arguments, the C++ function that a call of the operator calls.
-    torch.compile cannot trace it."""
+    """Returns by_position(op) or, without keyword-only arguments, the C++ function that a call of the operator calls
+    (OpOverload.__call__). torch.compile cannot trace it."""
     return by_position(op) if defaults_of(op)[1] else op._op
 
 

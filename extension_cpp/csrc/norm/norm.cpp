@@ -97,6 +97,8 @@ class Parameter {
     pointer = to;
   }
 
+  Parameter(const Parameter &) = delete;  // data() points into this object
+
   [[nodiscard]] const void *data() const { return pointer; }
 
  private:
