@@ -90,13 +90,8 @@ if not (_is_command() and sys.argv[1:2] in (["new"], ["remove"], ["new-package"]
         after_import.after_import("torch.distributed.tensor", _attach_distributed)
     except (ImportError, AttributeError, RuntimeError) as error:
         # torch raises AttributeError or RuntimeError if a fake is registered for an operator that the library lacks.
-        load_error = (
-            error
-            if isinstance(error, ImportError)
-            else ImportError(
-                f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build."
-            )
-        )
+        older = f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build."
+        load_error = error if isinstance(error, ImportError) else ImportError(older)
         # The commands of `python -m extension_cpp` print load_error themselves, in one line; `info` prints more.
         if not _is_command():
             raise load_error from error.__cause__
