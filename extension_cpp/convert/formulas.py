@@ -138,7 +138,8 @@ def is_formula_class(kind: type) -> bool:
 @functools.cache
 def formula_class(original: type, formula: Any) -> type:
     x, namespace = formula.input, {"takes": nn.takes}  # callers may pass forward's argument by the original's name
-    call = f"self.formula(self, {x}) if takes({x}) else self.original.forward(self, {x})"
+    # Dynamo of torch 2.10 does not call a named tuple, only its methods.
+    call = f"self.formula.__call__(self, {x}) if takes({x}) else self.original.forward(self, {x})"
     exec(f"def forward(self, {x}):\n    return {call}", namespace)
     made_by = formula_class, original, formula
     names = {"formula": formula, "forward": namespace["forward"], "made_by": made_by}
