@@ -153,7 +153,7 @@ CURVES = ("train-text-cpu", "train-text-h100", "recurrent-text-cpu", "recurrent-
 # For each page of the repository, the results files whose whole tables are on it.
 WHOLE = {
     "docs/performance_training.md": ("models-h200", "models-h100", "linear-loss-h200"),
-    "docs/scan.md": ("scan-steps-h100",),
+    "docs/scan.md": ("scan-steps-h200",),
     "docs/distributed.md": ("processes-h100", "processes-h100-65536-bytes"),
 }
 # Results files whose tables are only on the site, by the heading above their tables.
