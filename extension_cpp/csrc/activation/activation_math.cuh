@@ -120,19 +120,30 @@ __device__ inline A second_derivative(A x) {
   return activation<KIND, A>(x).second;
 }
 
-// Host code. Calls f with a zero of the dtype's C++ type, and with the kind as a constant:
+// ---- host code ----
+
+template <typename T, typename F>
+cudaError_t with_kind(T zero, activation_t kind, F &f) {
+  switch (kind) {
+    case SILU: return f(zero, std::integral_constant<activation_t, SILU>{});
+    case GELU: return f(zero, std::integral_constant<activation_t, GELU>{});
+    case GELU_TANH: return f(zero, std::integral_constant<activation_t, GELU_TANH>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Calls f with a zero of the dtype's C++ type, and with the kind as a constant:
 //   with_types(dtype, kind, [&](auto zero, auto constant) {
 //     using T = decltype(zero); ... decltype(constant)::value ... })
 template <typename F>
 cudaError_t with_types(dtype_t dtype, activation_t kind, F &&f) {
-  return with_dtype(dtype, [&](auto zero) {
-    switch (kind) {
-      case SILU: return f(zero, std::integral_constant<activation_t, SILU>{});
-      case GELU: return f(zero, std::integral_constant<activation_t, GELU>{});
-      case GELU_TANH: return f(zero, std::integral_constant<activation_t, GELU_TANH>{});
-    }
-    return cudaErrorInvalidValue;
-  });
+  switch (dtype) {
+    case DTYPE_FLOAT64: return with_kind(double{}, kind, f);
+    case DTYPE_FLOAT32: return with_kind(float{}, kind, f);
+    case DTYPE_BFLOAT16: return with_kind(__nv_bfloat16{}, kind, f);
+    case DTYPE_FLOAT16: return with_kind(__half{}, kind, f);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace activation

@@ -63,17 +63,12 @@ static StateLayout layout_of(const scan_shape &shape, const Plan &plan) {
                       sizeof(typename Algebra::Part) / 4, sizeof(typename Algebra::State) / 4);
 }
 
-// Calls f with a zero of the type of the elements in memory. bfloat16 and float16 share Half.
-template <typename F>
-static cudaError_t with_element(dtype_t dtype, F &&f) {
-  if (dtype == DTYPE_FLOAT64) return f(double{});
-  return dtype == DTYPE_FLOAT32 ? f(float{}) : f(Half{});
-}
-
-// Calls f with default-initialised parameters of an op, for the type of its elements.
+// Calls f with default-initialised parameters of an op, for the type of its elements in memory.
+// bfloat16 and float16 share Half.
 template <template <typename> class Op, typename F>
 static cudaError_t with_params(const scan_shape &shape, F &&f) {
-  return with_element(shape.dtype, [&](auto zero) { return f(Params<Op<decltype(zero)>>{}); });
+  if (shape.dtype == DTYPE_FLOAT64) return f(Params<Op<double>>{});
+  return shape.dtype == DTYPE_FLOAT32 ? f(Params<Op<float>>{}) : f(Params<Op<Half>>{});
 }
 
 // Adds one of the shape's jumps to the table Params::jumps.
@@ -129,8 +124,8 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
 template <template <typename> class Op>
 static int64_t state_bytes(const scan_shape &shape) {
   int64_t bytes = 0;
-  with_element(shape.dtype, [&](auto zero) {
-    using At = Op<decltype(zero)>;
+  with_params<Op>(shape, [&](auto &&p) {
+    using At = decltype(p.op);
     bytes = layout_of<At>(shape, plan_of<At>(shape)).bytes;
     return cudaSuccess;
   });
