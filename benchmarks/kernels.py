@@ -21,12 +21,15 @@ def folder(op: str, sources: dict[str, str]) -> str:
 
 
 def digest_of(sources: dict[str, str], ops: Iterable[str], device: str) -> str:
-    """Returns the digest of the folders of these ops, and of rows/ if they include it. `sources` are the texts of
-    csrc's files by path. Comments, white space, includes, and files for the other kind of device do not count."""
+    """Returns the digest of the folders of these ops, and of the folders that they include, without common/. `sources`
+    are the texts of csrc's files by path. Comments, white space, includes and files for the other device do not
+    count."""
     other = "cpu" if device == "cuda" else ".cu"
-    folders = {folder(op, sources) for op in ops}
-    if any('#include "rows/' in text for path, text in sources.items() if path.split("/")[0] in folders):
-        folders.add("rows")
+    folders, added = set[str](), {folder(op, sources) for op in ops}
+    while added:
+        folders |= added
+        texts = (text for path, text in sources.items() if path.split("/")[0] in added)
+        added = {name for text in texts for name in re.findall(r'#include "(\w+)/', text)} - folders - {"common"}
     found = hashlib.sha256()
     for path, text in sorted(sources.items()):
         if path.split("/")[0] in folders and other not in path:

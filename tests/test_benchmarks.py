@@ -580,10 +580,16 @@ def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
     ):
         changed = sources | {file: sources[file] + text}
         assert (kernels.digest_of(changed, ["relu"], "cpu") != row["kernel"]) == change
-    softmax = kernels.digest_of(sources, ["softmax"], "cuda")
-    for file, change in (("rows/plan.h", True), ("rows/cpu_sum_exp.h", False), ("norm/norm_plan.h", False)):
+    for op, file, change in (
+        ("softmax", "rows/plan.h", True),
+        ("softmax", "rows/cpu_sum_exp.h", False),
+        ("softmax", "norm/norm_plan.h", False),
+        ("swiglu", "activation/activation_math.cuh", True),
+        ("swiglu", "common/cuda/pointwise.cuh", False),
+    ):
         changed = sources | {file: sources.get(file, "") + "int more;"}
-        assert (kernels.digest_of(changed, ["softmax"], "cuda") != softmax) == change
+        before = kernels.digest_of(sources, [op], "cuda")
+        assert (kernels.digest_of(changed, [op], "cuda") != before) == change
 
 
 @pytest.mark.parametrize("dtype", c_loop.NAMES)
