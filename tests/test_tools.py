@@ -125,13 +125,13 @@ def test_the_matrix_counts_files_that_cannot_be_imported(tmp_path: Path, monkeyp
     def run(command: list[str], **options) -> subprocess.CompletedProcess:
         for word in map(str, command):
             if word.startswith("--junitxml="):
-                suite = '<testsuite tests="20" failures="1" errors="2" skipped="4"/>'
+                suite = '<testsuite tests="20" failures="1" errors="2" skipped="4" time="7.4"/>'
                 Path(word.removeprefix("--junitxml=")).write_text(f"<testsuites>{suite}</testsuites>")
         return subprocess.CompletedProcess(command, 0, f"3.10\n{library}\n")
 
     monkeypatch.setattr(matrix.subprocess, "run", run)
     cells, sha256 = matrix.run_tests(Path("python"), Path("a.whl"), [])
-    assert cells == ["3.10", "13", "3", "4", "0"] and sha256 == hashlib.sha256(b"library").hexdigest()
+    assert cells == ["3.10", "13", "3", "4", "7"] and sha256 == hashlib.sha256(b"library").hexdigest()
 
 
 @pytest.mark.parametrize("wrong", ["result", "gradient of x", "gradient of the weight"])
