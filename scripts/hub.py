@@ -9,7 +9,6 @@ operators have a namespace of their own, so that it can be loaded beside the ins
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -53,11 +52,8 @@ def lay_out(build: Path, namespace: str | None = None) -> Path:
         copy = folder / path.relative_to(PACKAGE)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
-    constant = folder / "_namespace.py"
-    text, count = re.subn(r'^NAMESPACE = ".*"$', f'NAMESPACE = "{namespace}"', constant.read_text(), flags=re.M)
-    if count != 1:
-        raise SystemExit("error: extension_cpp/_namespace.py does not assign NAMESPACE once.")
-    constant.write_text(text)
+    constant = folder / "_namespace.py"  # which must be that of the library, or the operators are not found
+    constant.write_text(constant.read_text().replace(f'"{build_library.NAMESPACE}"', f'"{namespace}"'))
     metadata = {"id": namespace, "name": NAME, "version": VERSION, "license": "BSD-3-Clause"}
     metadata |= {"python-depends": [], "backend": backend}
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
