@@ -27,6 +27,12 @@ COPIED = {".css", ".csv", ".ipynb", ".json", ".svg", ".txt"}
 class Source(File):
     """A page that shows a file that is not a document."""
 
+    def __init__(self, name: str, site: str) -> None:
+        super().__init__(name, None, site, True, dest_uri=f"{name}/index.html")
+        lexer = find_lexer_class_for_filename(name)
+        language = lexer.aliases[0] if lexer else "text"
+        self.content_string = f"# {name}\n\n~~~~~{language}\n{(ROOT / name).read_text()}\n~~~~~\n"
+
     def is_documentation_page(self) -> bool:
         return True
 
@@ -104,17 +110,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         if Path(name).suffix in {".md", *COPIED}:
             files.append(File(name, str(ROOT), config.site_dir, True))
         else:
-            files.append(Source(name, str(ROOT), config.site_dir, True, dest_uri=f"{name}/index.html"))
+            files.append(Source(name, config.site_dir))
     for name, text in generated().items():
         files.append(File.generated(config, name, content=text))
-
-
-def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
-    if not isinstance(page.file, Source):
-        return None
-    lexer = find_lexer_class_for_filename(page.file.src_uri)
-    language = lexer.aliases[0] if lexer else "text"
-    return f"# {page.file.src_uri}\n\n~~~~~{language}\n{page.file.content_string}\n~~~~~\n"
 
 
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
