@@ -453,15 +453,6 @@ def steps_to_do(ninja: list[str]) -> int:
     return int(counted[1]) if counted else 0
 
 
-def announcement(steps: int, archs: str) -> str:
-    """Returns a sentence to print before the build: what is compiled and, for many files, how long that takes."""
-    what = "the CPU kernels" if archs == "cpu" else f"the CPU kernels and GPU code for {archs.replace('-', ', ')}"
-    if archs == "cpu" and asked_architectures() is None:
-        what += " (this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds the code of one)"
-    times = " All of them take about a minute on 2 cores, and another for each GPU architecture." if steps > 20 else ""
-    return f"Compiling {what}: {steps} files.{times}"
-
-
 def build(destination: Path, namespace: str = NAMESPACE) -> None:
     """Builds the library and copies it to destination."""
     nvcc = find_nvcc()
@@ -474,7 +465,14 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
     command = [sys.executable, "-m", "ninja", "-C", str(folder), "-f", f"{own}build.ninja", *jobs]
     if steps := steps_to_do(command):
-        print(announcement(steps, archs), flush=True)
+        what, times = "the CPU kernels", ""
+        if nvcc:
+            what += f" and GPU code for {archs.replace('-', ', ')}"
+        elif asked_architectures() is None:
+            what += " (this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds the code of one)"
+        if steps > 20:
+            times = " All of them take about a minute on 2 cores, and another for each GPU architecture."
+        print(f"Compiling {what}: {steps} files.{times}", flush=True)
     else:
         command.append("--quiet")
     if subprocess.run(command).returncode != 0:

@@ -8,7 +8,6 @@ written into docs/ops.md for a code host. The schemas there stay.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -55,19 +54,6 @@ def sources() -> list[str]:
     return found
 
 
-def navigation() -> list[Any]:
-    """Returns the table of docs/SUMMARY.md, with sections for the API reference and the decisions."""
-    table = (ROOT / SUMMARY).read_text().partition("\n| document |")[2]
-    listed = [name for name in links(SUMMARY, table) if name.endswith(".md") and name not in (OPERATORS, DECISIONS)]
-    records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / DECISIONS).parent.glob("[0-9]*.md"))
-    return [
-        {"Home": HOME},
-        {"API reference": [OPERATORS, MODULES, REFERENCE]},
-        {"Documents": [SUMMARY, *listed, TABLES]},
-        {"Decisions": [DECISIONS, *records]},
-    ]
-
-
 def operators(text: str) -> str:
     """Replaces each docstring in docs/ops.md by mkdocstrings' text. The anchors of the headings stay."""
 
@@ -99,7 +85,16 @@ def generated() -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    config.nav = navigation()
+    """Makes the navigation: the table of docs/SUMMARY.md, with sections for the API reference and the decisions."""
+    table = (ROOT / SUMMARY).read_text().partition("\n| document |")[2]
+    listed = [name for name in links(SUMMARY, table) if name.endswith(".md") and name not in (OPERATORS, DECISIONS)]
+    records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / DECISIONS).parent.glob("[0-9]*.md"))
+    config.nav = [
+        {"Home": HOME},
+        {"API reference": [OPERATORS, MODULES, REFERENCE]},
+        {"Documents": [SUMMARY, *listed, TABLES]},
+        {"Decisions": [DECISIONS, *records]},
+    ]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
