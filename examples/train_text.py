@@ -271,11 +271,9 @@ def draw(folder: Path, settings: Settings) -> Path:
     losses = {f"{ops}, training": state["losses"] for ops, state in states.items()}
     title, alone = "A small GPT on text, bfloat16 autocast", "run the other --ops, too"
     with demo_model.loss_picture(folder / "loss.png", losses, title, alone) as axes:
-        top, drawn = axes["losses"], [*axes["losses"].lines]
-        for (ops, state), line in zip(states.items(), drawn, strict=True):
-            steps, values = zip(*state["validation"].items(), strict=True)
-            marker = "o" if ops == "ours" else "x"
-            top.plot(steps, values, marker, color=line.get_color(), label=f"{ops}, validation")
+        for (ops, state), line in zip(states.items(), [*axes["losses"].lines], strict=True):
+            look = {"marker": "o" if ops == "ours" else "x", "linestyle": "", "color": line.get_color()}
+            axes["losses"].plot(*zip(*state["validation"].items(), strict=True), label=f"{ops}, validation", **look)
     return folder / "loss.png"
 
 

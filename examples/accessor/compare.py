@@ -29,6 +29,7 @@ from extension_cpp.__main__ import Parser, positive
 
 FOLDER = Path(__file__).resolve().parent
 COLS = 1024
+NAMES = ("ours", "accessor", "eager", "copy")
 
 
 def build_accessor() -> float:
@@ -92,6 +93,8 @@ def main() -> None:
     seconds, objects = build_ours(options.device)
     compiled = {"ours": seconds, "ours_objects": objects, "accessor": build_accessor()}
     rows: dict[str, dict[str, Any]] = {"compile, s": compiled}
+    table = Table("", *NAMES, title=str(about))
+    table.add_row("compile, s", f"{compiled['ours']:.1f}", f"{compiled['accessor']:.1f}")
     size = options.mib * 2**20 // 4 // COLS
     wide = torch.randn(size, 2 * COLS, device=options.device)
     with torch.no_grad():
@@ -101,20 +104,13 @@ def main() -> None:
             (f"{size} x {COLS} every other column, us", wide[:, ::2]),
             (f"{COLS} x {size} transposed, us", wide[:, :COLS].contiguous().t()),
         ]:
-            rows[label] = measure(x, options.seconds)
+            rows[label] = row = measure(x, options.seconds)
+            table.add_row(label, *(f"{row[name]:.1f}" for name in NAMES))
+            if x.numel() > 16:
+                table.add_row("  percent of copy", *(f"{100 * row['copy'] / row[name]:.0f}" for name in NAMES))
     path = options.json or FOLDER / "results" / f"{options.device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-    show(about, rows, path)
-
-
-def show(about: dict[str, Any], rows: dict[str, dict[str, Any]], path: Path) -> None:
-    table = Table("", "ours", "accessor", "eager", "copy", title=str(about))
-    for label, row in rows.items():
-        figures = [row.get(name) for name in ("ours", "accessor", "eager", "copy")]
-        table.add_row(label, *("" if figure is None else f"{figure:.1f}" for figure in figures))
-        if "x" in label and not label.startswith("4 x 4"):
-            table.add_row("  percent of copy", *(f"{100 * row['copy'] / figure:.0f}" for figure in figures))
     Console(width=120).print(table)
     print(f"The figures are in {path}.")
 
