@@ -193,11 +193,10 @@ def native_architectures() -> str:
     """Returns the compute capabilities of this machine's GPUs, such as "8.6;9.0"."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
-        found = []
-    found = [capability for capability in found if re.fullmatch(r"\d+\.\d", capability)]
-    return ";".join(sorted(set(found)))
+        return ""
+    return ";".join(sorted(set(re.findall(r"^\d+\.\d$", listed, re.MULTILINE))))
 
 
 def architectures(nvcc: list[str]) -> list[str]:

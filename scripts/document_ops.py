@@ -137,11 +137,10 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
 
 def stub() -> str:
     """Returns the text of _ops.pyi: functions with the operators' arguments and their no-grad overloads' results."""
-    known = vars(calls.operators("extension_cpp"))
+    known = calls.overloads()
     schemas = (schema for listed in schemas_of(ops.__all__).values() for schema in listed)
-    names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
-    package = torch.ops.extension_cpp
-    overloads = {name: getattr(package, name + calls.NO_GRAD).default for name in names if name in known}
+    names = dict.fromkeys(re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
+    overloads = {name: known[name + calls.NO_GRAD] for name in names if name + calls.NO_GRAD in known}
     head = '"""The types of _ops.py. `make docs` writes them from the operators\' schemas."""\n\n'
     head += "from collections.abc import Sequence\n\nfrom torch import Tensor\n\n"
     return head + "".join(typed(name, overload._schema) for name, overload in overloads.items())

@@ -69,9 +69,8 @@ def faults(library: Path) -> list[str]:
 
 
 def main() -> None:
-    use_cuda = [] if build_library.find_nvcc() is None else ["1"]
-    for value in ("0", *use_cuda):
-        os.environ["USE_CUDA"] = value
+    for use_cuda in ("0", "1") if build_library.find_nvcc() else ("0",):
+        os.environ["USE_CUDA"] = use_cuda
         folder = lay_out(ROOT / "build")
         size = subprocess.run(["du", "-sh", str(folder)], capture_output=True, text=True, check=True).stdout.split()[0]
         print(f"{folder.relative_to(ROOT)}: {size}")
