@@ -69,9 +69,8 @@ def schemas_of(names: list[str]) -> dict[str, list[str]]:
 
 def described(name: str, function: Callable[..., Any]) -> str:
     """Converts a docstring to markdown: sections become bold words, arguments a list, and text after "::" a block."""
-    lines, fence = [], "\0"  # `fence` stands for ``` until markdown() has replaced `` by `
-    text = inspect.getdoc(function) or ""
-    text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n{fence}text\n{dedent(block[1])}{fence}\n", text)
+    lines, text = [], markdown(inspect.getdoc(function) or "")
+    text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n```text\n{dedent(block[1])}```\n", text)
     for line in text.splitlines():
         if re.fullmatch(r"\w+:", line):
             lines.append(f"**{line[:-1]}**\n")
@@ -79,8 +78,7 @@ def described(name: str, function: Callable[..., Any]) -> str:
             lines.append(f"* {', '.join(f'`{name}`' for name in argument[1].split(', '))}: {argument[2]}")
         else:
             lines.append(re.sub(r"^ {4}", "" if not line.startswith(" " * 8) else "  ", line).rstrip())
-    body = markdown("\n".join(lines)).replace(fence, "```")
-    body = re.sub(r"(?m)^ {6}", "  ", body)
+    body = re.sub(r"(?m)^ {6}", "  ", "\n".join(lines))
     return f"## {name}\n\n`{call(name, function)}`\n\n{body}"
 
 
