@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +42,7 @@ def cuobjdump() -> str:
     )
 
 
-def short_names(mangled: list[str]) -> list[str]:
+def short_names(mangled: Iterable[str]) -> list[str]:
     """Returns the demangled names without result types, parameters and casts of template arguments."""
     command, lines = ["c++filt", "--no-params"], "\n".join(mangled)
     names = subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -10,17 +10,17 @@ have no partner are paired by equal code. Exit status: 0 if every kernel is iden
 """
 
 import argparse
-import collections
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from scripts.kernel_resources import cuobjdump, short_names
 
 Code = tuple[str, ...]  # the instructions of one kernel, in order
-Kernels = Mapping[str, Sequence[Code]]  # by name; several translation units may have a kernel of the same name
+Kernels = Counter[tuple[str, Code]]  # name and code; several translation units may have the same kernel
 
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
@@ -39,46 +39,40 @@ def parse(lines: Iterable[str]) -> list[tuple[str, Code]]:
     return [(name, tuple(code)) for name, code in found]
 
 
-def disassemble(library: Path, arch: str) -> dict[str, list[Code]]:
-    """Returns the code of every kernel, by its short demangled name."""
+def disassemble(library: Path, arch: str) -> Kernels:
+    """Returns every kernel with its short demangled name."""
     command = [cuobjdump(), "-sass", "-arch", arch, str(library)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         functions = parse(process.stdout)
     if not functions:
         sys.exit(f"error: {library} has no kernels for {arch}.")
-    kernels = collections.defaultdict(list)
-    for name, (_, code) in zip(short_names([name for name, _ in functions]), functions, strict=True):
-        kernels[name].append(code)
-    return kernels
+    names, codes = zip(*functions, strict=True)
+    return Counter(zip(short_names(names), codes, strict=True))
 
 
-def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, list[Code]]:
+def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> Kernels:
     """Returns the kernels with OLD replaced by NEW in their names, if OLD is a whole word there."""
-    renamed: dict[str, list[Code]] = collections.defaultdict(list)
-    for name, codes in kernels.items():
+    renamed: Kernels = Counter()
+    for (name, code), count in kernels.items():
         for old, new in renamings:
             name = new.join(re.split(rf"(?<!\w){re.escape(old)}(?!\w)", name))
-        renamed[name].extend(codes)
+        renamed[name, code] += count
     return renamed
 
 
 def differing(before: Code, after: Code) -> int:
     """Returns how many instructions differ, regardless of order, or 1 if they differ only in order."""
-    old, new = collections.Counter(before), collections.Counter(after)
+    old, new = Counter(before), Counter(after)
     return max((old - new).total(), (new - old).total(), 1)
 
 
 def compare(before: Kernels, after: Kernels) -> dict[str, list[str]]:
     """Pairs the kernels by name, and those without a partner by equal code. Returns the kernels by what became of them,
     with a line of text for each."""
-    olds, news = (
-        collections.Counter((name, code) for name, codes in kernels.items() for code in codes)
-        for kernels in (before, after)
-    )
-    found: dict[str, list[str]] = {"identical": [name for name, _ in (olds & news).elements()]}
+    found: dict[str, list[str]] = {"identical": [name for name, _ in (before & after).elements()]}
     found |= {"renamed": [], "changed": []}
-    gone, new = list((olds - news).elements()), list((news - olds).elements())
+    gone, new = list((before - after).elements()), list((after - before).elements())
     for key, state in ((0, "changed"), (1, "renamed")):
         for name, code in gone.copy():
             if other := next((other for other in new if other[key] == (name, code)[key]), None):
