@@ -56,23 +56,22 @@ def build_ours(device: str) -> tuple[float, int]:
         return time.perf_counter() - start, len(objects)
 
 
-def microseconds(call: Callable[[], object], seconds: float) -> float:
-    """Returns the median microseconds of a call. On a GPU the timer waits for the end of the calls."""
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median * 1e6
-
-
 def measure(x: Tensor, seconds: float) -> dict[str, float]:
-    """Returns the microseconds of a call of each contender, and of a copy of the tensor, made contiguous."""
+    """Returns the median microseconds of a call of each contender, and of a copy of the tensor, made contiguous. On a
+    GPU the timer waits for the end of the calls."""
+    calls: dict[str, Callable[[], Tensor]] = {
+        "ours": functools.partial(extension_cpp.mish, x),
+        "accessor": functools.partial(torch.ops.accessor_mish.forward, x),
+        "eager": functools.partial(torch.nn.functional.mish, x),
+    }
     exact = extension_cpp.reference.mish(x[:1000].double())
-    accessor, eager = torch.ops.accessor_mish.forward, torch.nn.functional.mish
-    calls: dict[str, Callable[[Tensor], Tensor]] = {"ours": extension_cpp.mish, "accessor": accessor, "eager": eager}
+    for call in calls.values():
+        torch.testing.assert_close(call()[:1000].double(), exact, atol=1e-5, rtol=1e-4)
+    calls["copy"] = functools.partial(torch.empty(x.shape, device=x.device).copy_, x.contiguous())
     found = {}
-    for name, function in calls.items():
-        torch.testing.assert_close(function(x)[:1000].double(), exact, atol=1e-5, rtol=1e-4)
-        found[name] = microseconds(functools.partial(function, x), seconds)
-    y, dense = torch.empty(x.shape, device=x.device), x.contiguous()
-    found["copy"] = microseconds(functools.partial(y.copy_, dense), seconds)
+    for name, call in calls.items():
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        found[name] = timer.blocked_autorange(min_run_time=seconds).median * 1e6
     return found
 
 
