@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOME, SUMMARY, DECISIONS = "README.md", "docs/SUMMARY.md", "docs/decisions/README.md"
 OPERATORS, MODULES, REFERENCE = "docs/ops.md", "docs/nn.md", "docs/reference.md"
 TABLES = "docs/performance_tables.md"  # every published figure; the repository does not have this page
-COPIED = {".css", ".csv", ".ipynb", ".json", ".svg", ".txt"}
+AS_THEY_ARE = {".css", ".csv", ".ipynb", ".json", ".md", ".svg", ".txt"}  # other files become pages
 
 
 class Source(File):
@@ -97,17 +97,12 @@ def on_config(config: MkDocsConfig) -> None:
     ]
 
 
-def on_files(files: Files, config: MkDocsConfig) -> None:
-    for file in list(files):
-        if file.src_dir == config.docs_dir:  # these paths begin at docs/, and not at the root
-            files.remove(file)
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    found = [file for file in files if file.src_dir != config.docs_dir]  # there paths begin at docs/, not at the root
     for name in sources():
-        if Path(name).suffix in {".md", *COPIED}:
-            files.append(File(name, str(ROOT), config.site_dir, True))
-        else:
-            files.append(Source(name, config.site_dir))
-    for name, text in generated().items():
-        files.append(File.generated(config, name, content=text))
+        is_page = Path(name).suffix not in AS_THEY_ARE
+        found.append(Source(name, config.site_dir) if is_page else File(name, str(ROOT), config.site_dir, True))
+    return Files([*found, *(File.generated(config, name, content=text) for name, text in generated().items())])
 
 
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
