@@ -90,9 +90,6 @@ CXX_OF_MANYLINUX = {
 # gcc's C++ library reads this flag, which glibc has from 2.32 on. 0 means that threads may run, which is always safe.
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
-# How long all files of extension_cpp take to compile on two cores that do nothing else.
-TIMES = "All of them take about a minute on 2 cores, and another for each GPU architecture."
-
 ARCHITECTURE_NAMES = {
     "Volta": "7.0+PTX",
     "Turing": "7.5+PTX",
@@ -138,20 +135,16 @@ def compiler(variable: str, default: str, package: str) -> list[str]:
     return command
 
 
-def c_flags(cc: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the flags of all C files, and the optimisation of kernels beyond -O2, for levels without CPU_SMALL."""
+def c_flags(cc: list[str], debug: bool) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns the flags of all C files, and those that the kernels have beside them at each instruction set."""
     macros = subprocess.run([*cc, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True).stdout
-    if "__clang__" in macros:
-        return C_FLAGS, ["-O3"]
-    return C_FLAGS + GCC_FLAGS, GCC_OPTIMISE
-
-
-def level_flags(optimise: list[str], debug: bool) -> dict[str, list[str]]:
-    """Returns the flags of the kernels at each instruction set."""
+    flags, optimise = (C_FLAGS, ["-O3"]) if "__clang__" in macros else (C_FLAGS + GCC_FLAGS, GCC_OPTIMISE)
     if debug:
-        return {"baseline": []}
+        return flags, {"baseline": []}
     levels = X86_LEVELS if machine() == "x86_64" else {"baseline": []}
-    return {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise), *own] for name, own in levels.items()}
+    return flags, {
+        name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise), *own] for name, own in levels.items()
+    }
 
 
 def torch_folder() -> Path:
@@ -184,16 +177,15 @@ def find_nvcc() -> list[str] | None:
     found = next((candidate for candidate in candidates if shutil.which(candidate[0])), None)
     if found is None and fault:
         raise BuildError(fault)
-    return None if found is None or is_for_no_gpu() else found
+    return None if asked_architectures() is None else found
 
 
-def asked_architectures() -> str:
-    return os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,")
-
-
-def is_for_no_gpu() -> bool:
-    """Returns whether the build is for the GPUs of this machine, but the machine has none."""
-    return asked_architectures() == "native" and os.environ.get("USE_CUDA") != "1" and not native_architectures()
+def asked_architectures() -> str | None:
+    """Returns the list in TORCH_CUDA_ARCH_LIST, or None if it is for the GPUs of this machine, which has none."""
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,")
+    if asked != "native":
+        return asked
+    return native_architectures() or ("9.0+PTX" if os.environ.get("USE_CUDA") == "1" else None)
 
 
 @functools.cache
@@ -201,11 +193,10 @@ def native_architectures() -> str:
     """Returns the compute capabilities of this machine's GPUs, such as "8.6;9.0"."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
-        found = []
-    found = [capability for capability in found if re.fullmatch(r"\d+\.\d", capability)]
-    return ";".join(sorted(set(found)))
+        return ""
+    return ";".join(sorted(set(re.findall(r"^\d+\.\d$", listed, re.MULTILINE))))
 
 
 def architectures(nvcc: list[str]) -> list[str]:
@@ -218,8 +209,6 @@ def architectures(nvcc: list[str]) -> list[str]:
             "works, or USE_CUDA=0 to build for the CPU only."
         )
     asked = asked_architectures()
-    if asked == "native":
-        asked = native_architectures() or "9.0+PTX"
     if not asked:
         modern = [f"{major}.{minor}" for major, minor in known if (major, minor) >= (7, 5)]
         return [*modern[:-1], modern[-1] + "+PTX"]
@@ -337,11 +326,6 @@ def write_if_new(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def own_folder(namespace: str) -> str:
-    """Returns a build folder's subfolder for the files that depend on the namespace: build.ninja, shims and library."""
-    return "" if namespace == NAMESPACE else "other_namespace/"
-
-
 def write_objects(ninja: Any, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool) -> list[str]:
     """Writes to build.ninja how each source is compiled to an object file. Returns the names of the object files."""
     csrc = Path(os.path.relpath(CSRC, folder.resolve()))
@@ -399,8 +383,9 @@ def write_objects(ninja: Any, folder: Path, own: str, levels: dict[str, list[str
     return objects
 
 
-def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
-    """Writes build.ninja for the build that the environment asks for."""
+def write_ninja(folder: Path, namespace: str = NAMESPACE) -> str:
+    """Writes build.ninja for the build that the environment asks for. Returns the subfolder with the files that depend
+    on the namespace: build.ninja, shims and library."""
     from ninja.ninja_syntax import Writer
 
     torch = torch_folder()
@@ -408,8 +393,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     debug = switch("DEBUG") == "1"
     optimise = ["-O0", "-g", "-DCPU_BASELINE_ONLY"] if debug else ["-O2"]
     optimise_shim = ["-O0", "-g"] if debug else LESS_OPTIMISED
-    flags, optimise_kernels = c_flags(cc)
-    levels = level_flags(optimise_kernels, debug)
+    flags, levels = c_flags(cc, debug)
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
@@ -439,7 +423,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         commands["nvcc"] += f" -frandom-seed=$out{tail} && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
     else:
         commands["nvcc"] += tail
-    own = own_folder(namespace)
+    own = "" if namespace == NAMESPACE else "other_namespace/"
     (folder / own).mkdir(exist_ok=True)
     with (folder / own / "build.ninja").open("w") as file:
         ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
@@ -458,6 +442,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
             ninja.build([name], "empty", ["empty.c"])
         ninja.build([own + LIBRARY], "link", objects, implicit=["exports.map", *names])
         ninja.default([own + LIBRARY])
+    return own
 
 
 def steps_to_do(ninja: list[str]) -> int:
@@ -465,14 +450,6 @@ def steps_to_do(ninja: list[str]) -> int:
     planned = subprocess.run([*ninja, "-n"], capture_output=True, text=True)
     counted = re.search(r"^\[\d+/(\d+)\]", planned.stdout or "", re.MULTILINE)
     return int(counted[1]) if counted else 0
-
-
-def announcement(steps: int, archs: str) -> str:
-    """Returns a sentence to print before the build: what is compiled and, for many files, how long that takes."""
-    what = "the CPU kernels" if archs == "cpu" else f"the CPU kernels and GPU code for {archs.replace('-', ', ')}"
-    if archs == "cpu" and is_for_no_gpu():
-        what += " (this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds the code of one)"
-    return f"Compiling {what}: {steps} files. {TIMES if steps > 20 else ''}".rstrip()
 
 
 def build(destination: Path, namespace: str = NAMESPACE) -> None:
@@ -483,17 +460,24 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
     other = f"-{machine()}" if is_cross() else ""
     folder = ROOT / "build" / f"{debug}-{archs}{other}"
     folder.mkdir(parents=True, exist_ok=True)
-    write_ninja(folder, namespace)
+    own = write_ninja(folder, namespace)
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-    command = [sys.executable, "-m", "ninja", "-C", str(folder), "-f", own_folder(namespace) + "build.ninja", *jobs]
+    command = [sys.executable, "-m", "ninja", "-C", str(folder), "-f", f"{own}build.ninja", *jobs]
     if steps := steps_to_do(command):
-        print(announcement(steps, archs), flush=True)
+        what, times = "the CPU kernels", ""
+        if nvcc:
+            what += f" and GPU code for {archs.replace('-', ', ')}"
+        elif asked_architectures() is None:
+            what += " (this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds the code of one)"
+        if steps > 20:
+            times = " All of them take about a minute on 2 cores, and another for each GPU architecture."
+        print(f"Compiling {what}: {steps} files.{times}", flush=True)
     else:
         command.append("--quiet")
     if subprocess.run(command).returncode != 0:
         raise BuildError("the compilation failed; the first message above says where.")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    built = folder / own_folder(namespace) / LIBRARY
+    built = folder / own / LIBRARY
     if not (destination.exists() and destination.read_bytes() == built.read_bytes()):
         # The old file is replaced, never rewritten, so that a process that has it open keeps its contents.
         temporary = destination.with_suffix(".tmp")

@@ -53,10 +53,15 @@ class StableWheel(bdist_wheel):
 
 
 class TaggedVersion(egg_info):
-    """Sets the version's tag after setup.cfg is read, because in a source distribution setup.cfg has an empty tag."""
+    """Sets the local version of a wheel, +cpu or such as +cu130, by which builds for the CPU and for CUDA differ. This
+    happens after setup.cfg is read, because in a source distribution setup.cfg has an empty tag."""
 
     def finalize_options(self) -> None:
-        self.tag_build = tag()
+        if "sdist" in sys.argv:
+            self.tag_build = ""
+        else:
+            nvcc = build_library.find_nvcc()
+            self.tag_build = "+cu" + build_library.cuda_version(nvcc).replace(".", "") if nvcc else "+cpu"
         super().finalize_options()
 
 
@@ -72,14 +77,6 @@ def fetch_torch(folder: str) -> None:
             "--no-build-isolation."
         )
     sys.path.insert(0, folder)
-
-
-def tag() -> str:
-    """Returns a wheel's local version, +cpu or such as +cu130, by which builds for the CPU and for CUDA differ."""
-    if "sdist" in sys.argv:
-        return ""
-    nvcc = build_library.find_nvcc()
-    return "+cu" + build_library.cuda_version(nvcc).replace(".", "") if nvcc else "+cpu"
 
 
 def readme() -> str:

@@ -39,17 +39,17 @@ def train(device: str, steps: int = 200) -> list[float]:
     return losses
 
 
-def time(device: str) -> dict[str, float]:
-    """Returns the microseconds of a forward call, for our op and for PyTorch."""
+def show_times(device: str) -> None:
+    """Shows the microseconds of a forward call, for our op and for PyTorch."""
     x, bias = torch.randn(ROWS, FEATURES, device=device), torch.randn(FEATURES, device=device)
     calls = {
         "extension_cpp.scale_bias_relu": lambda: extension_cpp.scale_bias_relu(x, bias, SCALE),
         "relu(x * scale + bias)": lambda: torch.relu(x * SCALE + bias),
     }
     torch.testing.assert_close(*(call() for call in calls.values()))
-    threads = torch.get_num_threads()
-    timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
-    return {name: timer.blocked_autorange(min_run_time=0.5).median * 1e6 for name, timer in timers.items()}
+    for name, call in calls.items():
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        print(f"{timer.blocked_autorange(min_run_time=0.5).median * 1e6:7.0f} us  {name}")
 
 
 def main() -> None:
@@ -58,8 +58,7 @@ def main() -> None:
     show_gradients(device)
     losses = train(device)
     print(f"loss     {losses[0]:.3f} at first, {losses[-1]:.3f} after {len(losses)} steps of Adam")
-    for name, microseconds in time(device).items():
-        print(f"{microseconds:7.0f} us  {name}")
+    show_times(device)
 
 
 if __name__ == "__main__":

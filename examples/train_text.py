@@ -45,7 +45,7 @@ from rich.console import Console
 
 from extension_cpp.command import demo, demo_model
 from extension_cpp.command.demo_model import WEIGHT_DECAY, Attention, LanguageModel
-from extension_cpp.command.errors import CannotMake
+from extension_cpp.command.errors import CannotMake, require
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same steps
 WRITTEN = 400  # bytes that the model writes at the end
@@ -88,10 +88,8 @@ def read_text(path: Path | None) -> str:
         raise CannotMake(f"--text {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise CannotMake(f"--text {path}: byte {error.start} is not UTF-8, so this is no text file") from error
-    if "\0" in text:
-        raise CannotMake(f"--text {path}: it has a zero byte, so this is no text file")
-    if not text.strip():
-        raise CannotMake(f"--text {path}: the file is empty")
+    require("\0" not in text, f"--text {path}: it has a zero byte, so this is no text file")
+    require(text.strip(), f"--text {path}: the file is empty")
     return text
 
 
@@ -108,13 +106,9 @@ class Text:
     def of(text: str, context: int) -> "Text":
         data = text.encode()
         alphabet, indices = demo_model.indices(text)
-        kept = int(len(data) * VALIDATION_SHARE)
-        if kept < context + 1:
-            least = math.ceil((context + 1) / VALIDATION_SHARE)
-            raise CannotMake(
-                f"the text has {len(data)} bytes, and at least {least} are needed: a tenth is kept for validation, in "
-                f"sequences of {context} bytes"
-            )
+        kept, least = int(len(data) * VALIDATION_SHARE), math.ceil((context + 1) / VALIDATION_SHARE)
+        why = f"a tenth is kept for validation, in sequences of {context} bytes"
+        require(kept > context, f"the text has {len(data)} bytes, and at least {least} are needed: {why}")
         return Text(alphabet, indices[:-kept], indices[-kept:], hashlib.sha256(data).hexdigest()[:16])
 
 
@@ -152,10 +146,8 @@ class Training(demo_model.Training):
         torch.manual_seed(0)
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
-        if settings.batch % self.processes:
-            raise CannotMake(
-                f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly"
-            )
+        lacks = f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly"
+        require(settings.batch % self.processes == 0, lacks)
         self.model = language_model(ops, len(text.alphabet), settings)
         self.loss: Any = self.parallelize(compiled) if parallel else self.model
         if compiled and not parallel:
@@ -235,13 +227,10 @@ class Training(demo_model.Training):
     def resume(self, path: Path) -> None:
         state = read_checkpoint(path)
         ours = asdict(self.settings)
-        other = [name for name in ours if state["settings"].get(name) != ours[name]]
-        if other:
-            raise CannotMake(
-                f"{path} was trained with another {' and '.join(other)}: add --restart, or name another --out"
-            )
-        if state["model"].keys() != self.model.state_dict().keys():
-            raise CannotMake(f"{path} has the parameters of another version's model: add --restart")
+        other = " and ".join(name for name in ours if state["settings"].get(name) != ours[name])
+        require(not other, f"{path} was trained with another {other}: add --restart, or name another --out")
+        fits = state["model"].keys() == self.model.state_dict().keys()
+        require(fits, f"{path} has the parameters of another version's model: add --restart")
         self.losses, self.validation = state["losses"], state["validation"]
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
@@ -271,11 +260,9 @@ def draw(folder: Path, settings: Settings) -> Path:
     losses = {f"{ops}, training": state["losses"] for ops, state in states.items()}
     title, alone = "A small GPT on text, bfloat16 autocast", "run the other --ops, too"
     with demo_model.loss_picture(folder / "loss.png", losses, title, alone) as axes:
-        top, drawn = axes["losses"], [*axes["losses"].lines]
-        for (ops, state), line in zip(states.items(), drawn, strict=True):
-            steps, values = zip(*state["validation"].items(), strict=True)
-            marker = "o" if ops == "ours" else "x"
-            top.plot(steps, values, marker, color=line.get_color(), label=f"{ops}, validation")
+        for (ops, state), line in zip(states.items(), [*axes["losses"].lines], strict=True):
+            look = {"marker": "o" if ops == "ours" else "x", "linestyle": "", "color": line.get_color()}
+            axes["losses"].plot(*zip(*state["validation"].items(), strict=True), label=f"{ops}, validation", **look)
     return folder / "loss.png"
 
 
@@ -314,8 +301,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     checkpoint = options.out / f"{options.ops}.pt"
-    if options.graphs and (device == "cpu" or options.no_compile or parallel):
-        raise CannotMake("--graphs needs a GPU, torch.compile and a single process")
+    has_graphs = device == "cuda" and not options.no_compile and not parallel
+    require(has_graphs or not options.graphs, "--graphs needs a GPU, torch.compile and a single process")
     training = Training(options.ops, text, settings, not options.no_compile, parallel, graphs=options.graphs)
     if options.restart and training.rank == 0:
         checkpoint.unlink(missing_ok=True)  # if this run saves nothing, the next must not resume from the old file

@@ -20,7 +20,7 @@ except ImportError as error:
 from benchmarks import table
 from benchmarks.published import TABLES
 from extension_cpp import ops
-from extension_cpp.command import info
+from extension_cpp.command import info, tree
 from extension_cpp.registration import calls
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,9 +69,8 @@ def schemas_of(names: list[str]) -> dict[str, list[str]]:
 
 def described(name: str, function: Callable[..., Any]) -> str:
     """Converts a docstring to markdown: sections become bold words, arguments a list, and text after "::" a block."""
-    lines, fence = [], "\0"  # `fence` stands for ``` until markdown() has replaced `` by `
-    text = inspect.getdoc(function) or ""
-    text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n{fence}text\n{dedent(block[1])}{fence}\n", text)
+    lines, text = [], markdown(inspect.getdoc(function) or "")
+    text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n```text\n{dedent(block[1])}```\n", text)
     for line in text.splitlines():
         if re.fullmatch(r"\w+:", line):
             lines.append(f"**{line[:-1]}**\n")
@@ -79,8 +78,7 @@ def described(name: str, function: Callable[..., Any]) -> str:
             lines.append(f"* {', '.join(f'`{name}`' for name in argument[1].split(', '))}: {argument[2]}")
         else:
             lines.append(re.sub(r"^ {4}", "" if not line.startswith(" " * 8) else "  ", line).rstrip())
-    body = markdown("\n".join(lines)).replace(fence, "```")
-    body = re.sub(r"(?m)^ {6}", "  ", body)
+    body = re.sub(r"(?m)^ {6}", "  ", "\n".join(lines))
     return f"## {name}\n\n`{call(name, function)}`\n\n{body}"
 
 
@@ -115,7 +113,7 @@ def between(page: str, text: str, what: str, new: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Returns the texts of all files that this script writes, by path."""
-    found = {PAGE: page(), STUB: stub()}
+    found = {PAGE: page()} | tree.laid_out({STUB: stub()})
     for name, what, make in TABLES:
         path = ROOT / name
         found[path] = between(name, found[path] if path in found else path.read_text(), what, make())
@@ -123,7 +121,7 @@ def documents() -> dict[Path, str]:
 
 
 def typed(name: str, schema: torch.FunctionSchema) -> str:
-    """Returns the text of a function in _ops.pyi, with the types of a schema, formatted as ruff does."""
+    """Returns the text of a function in _ops.pyi, with the types of a schema."""
     parameters = []
     required = max((i for i, x in enumerate(schema.arguments) if not x.has_default_value()), default=-1)
     for place, argument in enumerate(schema.arguments):  # all by position, the keyword-only ones, too
@@ -131,22 +129,16 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
         parameters.append(f"{argument.name}: {kind}{' = ...' if place > required else ''}")
     parameters.append("/")
     results = ", ".join(str(result.type).replace("List", "list") for result in schema.returns)
-    joined = ", ".join(parameters)
-    end = f") -> {f'tuple[{results}]' if len(schema.returns) > 1 else results}: ..."
-    if len(f"def {name}({joined}{end}") <= 120:
-        return f"def {name}({joined}{end}\n"
-    if len(f"    {joined}") <= 120:
-        return f"def {name}(\n    {joined}\n{end}\n"
-    return "".join([f"def {name}(\n", *(f"    {parameter},\n" for parameter in parameters), f"{end}\n"])
+    returned = f"tuple[{results}]" if len(schema.returns) > 1 else results
+    return f"def {name}({', '.join(parameters)}) -> {returned}: ...\n"
 
 
 def stub() -> str:
     """Returns the text of _ops.pyi: functions with the operators' arguments and their no-grad overloads' results."""
-    known = vars(calls.operators("extension_cpp"))
+    known = calls.overloads()
     schemas = (schema for listed in schemas_of(ops.__all__).values() for schema in listed)
-    names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
-    package = torch.ops.extension_cpp
-    overloads = {name: getattr(package, name + calls.NO_GRAD).default for name in names if name in known}
+    names = dict.fromkeys(re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
+    overloads = {name: known[name + calls.NO_GRAD] for name in names if name + calls.NO_GRAD in known}
     head = '"""The types of _ops.py. `make docs` writes them from the operators\' schemas."""\n\n'
     head += "from collections.abc import Sequence\n\nfrom torch import Tensor\n\n"
     return head + "".join(typed(name, overload._schema) for name, overload in overloads.items())

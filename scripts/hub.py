@@ -9,7 +9,6 @@ operators have a namespace of their own, so that it can be loaded beside the ins
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -53,11 +52,8 @@ def lay_out(build: Path, namespace: str | None = None) -> Path:
         copy = folder / path.relative_to(PACKAGE)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
-    constant = folder / "_namespace.py"
-    text, count = re.subn(r'^NAMESPACE = ".*"$', f'NAMESPACE = "{namespace}"', constant.read_text(), flags=re.M)
-    if count != 1:
-        raise SystemExit("error: extension_cpp/_namespace.py does not assign NAMESPACE once.")
-    constant.write_text(text)
+    constant = folder / "_namespace.py"  # which must be that of the library, or the operators are not found
+    constant.write_text(constant.read_text().replace(f'"{build_library.NAMESPACE}"', f'"{namespace}"'))
     metadata = {"id": namespace, "name": NAME, "version": VERSION, "license": "BSD-3-Clause"}
     metadata |= {"python-depends": [], "backend": backend}
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
@@ -73,9 +69,8 @@ def faults(library: Path) -> list[str]:
 
 
 def main() -> None:
-    use_cuda = [] if build_library.find_nvcc() is None else ["1"]
-    for value in ("0", *use_cuda):
-        os.environ["USE_CUDA"] = value
+    for use_cuda in ("0", "1") if build_library.find_nvcc() else ("0",):
+        os.environ["USE_CUDA"] = use_cuda
         folder = lay_out(ROOT / "build")
         size = subprocess.run(["du", "-sh", str(folder)], capture_output=True, text=True, check=True).stdout.split()[0]
         print(f"{folder.relative_to(ROOT)}: {size}")

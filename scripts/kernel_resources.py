@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +42,7 @@ def cuobjdump() -> str:
     )
 
 
-def short_names(mangled: list[str]) -> list[str]:
+def short_names(mangled: Iterable[str]) -> list[str]:
     """Returns the demangled names without result types, parameters and casts of template arguments."""
     command, lines = ["c++filt", "--no-params"], "\n".join(mangled)
     names = subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -59,19 +60,12 @@ def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
     return sorted((name, *three) for name, three in zip(names, numbers, strict=True))
 
 
-def family(name: str) -> str:
-    """Returns a kernel's namespace, or the first part of its name. All names with norm before "<" become "norm"."""
-    head = name.removeprefix("(anonymous namespace)::").partition("<")[0]
-    return "norm" if "norm" in head else head.partition("::")[0].removesuffix("_cuda")
-
-
 def families(names: list[str]) -> dict[str, int]:
-    """Returns the number of kernels in each family, most first."""
-    return dict(collections.Counter(map(family, names)).most_common())
-
-
-def megabytes(library: Path) -> float:
-    return library.stat().st_size / 1e6
+    """Returns the number of kernels in each family, most first: "norm" if the name has that before "<", or else the
+    kernel's namespace, or the first part of its name."""
+    heads = (name.removeprefix("(anonymous namespace)::").partition("<")[0] for name in names)
+    found = ("norm" if "norm" in head else head.partition("::")[0].removesuffix("_cuda") for head in heads)
+    return dict(collections.Counter(found).most_common())
 
 
 def seconds(log: str, plan: str) -> list[tuple[float, str]]:
@@ -87,7 +81,7 @@ def seconds(log: str, plan: str) -> list[tuple[float, str]]:
 
 def print_summary(arch: str) -> None:
     """Prints the figures that have budgets. Without cuobjdump or CUDA the numbers of kernels are missing."""
-    print(f"library: {megabytes(LIBRARY):.1f} MB (budget for one architecture: {LIBRARY_MB} MB)")
+    print(f"library: {LIBRARY.stat().st_size / 1e6:.1f} MB (budget for one architecture: {LIBRARY_MB} MB)")
     if find_cuobjdump() is None:
         print("kernels: unknown, cuobjdump was not found")
     elif b"architectures=none" in LIBRARY.read_bytes():

@@ -16,11 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
@@ -64,35 +62,24 @@ def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
     return dict(sorted(found.items()))
 
 
-def newest_torch(python: tuple[int, int]) -> str:
-    """Returns the minor version of the torch that requirements.txt names for a Python."""
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        if line.startswith("torch=="):
-            asked = Requirement(line)
-            if asked.marker is None or asked.marker.evaluate({"python_version": "{}.{}".format(*python)}):
-                return ".".join(str(asked.specifier).removeprefix("==").split(".")[:2])
-    raise LookupError(f"requirements.txt names no torch for Python {python}")
+def requirements() -> list[str]:
+    return (ROOT / "requirements.txt").read_text().splitlines()
 
 
-def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
+def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str, list[str]]]:
+    """Returns a Python's version, whether it gets the oldest or the newest torch, and the requirements by which pip
+    finds this torch: of the lines in requirements.txt, it takes the one for its Python."""
+    newest = [line for line in requirements() if line.startswith("torch==")]
     others = versions[1:] or versions
-    return [(versions[0], TORCH_OLDEST), *((version, newest_torch(version)) for version in others)]
+    return [(versions[0], "oldest", [f"torch=={TORCH_OLDEST}.*"]), *((each, "newest", newest) for each in others)]
 
 
-def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
-    """Returns the Python of the environment in .matrix, which is made again if it does not fit requirements.txt."""
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    wanted = [line for line in lines if not NOT_NEEDED.match(line)]
-    wanted.append(f"torch=={torch}.*")
-    folder = ROOT / ".matrix" / f"python{version[0]}.{version[1]}-torch{torch}"
-    python, stamp = folder / "bin" / "python", folder / "ready"
-    if not (stamp.exists() and stamp.read_text().splitlines() == wanted):
-        stamp.unlink(missing_ok=True)
-        subprocess.run([interpreter, "-m", "venv", folder], check=True)
-        requirements = folder / "requirements.txt"
-        requirements.write_text("\n".join(wanted) + "\n")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", requirements], check=True)
-        requirements.rename(stamp)
+def environment(interpreter: str, folder: Path, torch: list[str]) -> Path:
+    """Returns the Python of the environment in the folder. pip installs what it lacks of requirements.txt."""
+    subprocess.run([interpreter, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    wanted = [line for line in requirements() if not NOT_NEEDED.match(line)]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted, *torch], check=True)
     return python
 
 
@@ -117,10 +104,8 @@ def run_tests(python: Path, wheel: Path, arguments: list[str]) -> tuple[list[str
         *cells, library = asked.stdout.splitlines()
         if not Path(library).is_relative_to(ROOT / ".matrix"):
             sys.exit(f"error: {python} loads {library}, which is not the installed wheel's.")
-        start = time.monotonic()
         report = folder / "report.xml"
         subprocess.run([python, "-m", "pytest", "-q", f"--junitxml={report}", *arguments], cwd=folder)
-        seconds = time.monotonic() - start
         if not report.exists():
             sys.exit(f"error: the tests did not run with {python}.")
         suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -128,7 +113,7 @@ def run_tests(python: Path, wheel: Path, arguments: list[str]) -> tuple[list[str
     count = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
     passed = count["tests"] - failed - count["skipped"]
-    cells += [str(passed), str(failed), str(count["skipped"]), f"{seconds:.0f}"]
+    cells += [str(passed), str(failed), str(count["skipped"]), f"{float(suite.attrib['time']):.0f}"]
     return cells, hashlib.sha256(Path(library).read_bytes()).hexdigest()
 
 
@@ -143,9 +128,10 @@ def main() -> None:
     found = interpreters(options.python)
     console, hashes, failed = Console(), set(), 0
     table = Table("Python", "torch", "glibc", "passed", "failed", "skipped", "seconds", title=options.wheel.name)
-    for version, torch in plan(list(found)):
-        console.rule(f"Python {version[0]}.{version[1]}, torch {torch}")
-        python = environment(found[version], version, torch)
+    for version, age, torch in plan(list(found)):
+        console.rule(f"Python {version[0]}.{version[1]}, {age} torch")
+        folder = ROOT / ".matrix" / f"python{version[0]}.{version[1]}-{age}-torch"
+        python = environment(found[version], folder, torch)
         cells, digest = run_tests(python, options.wheel.resolve(), for_pytest)
         hashes.add(digest)
         failed += int(cells[4])

@@ -8,7 +8,6 @@ written into docs/ops.md for a code host. The schemas there stay.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -21,11 +20,17 @@ ROOT = Path(__file__).resolve().parent.parent
 HOME, SUMMARY, DECISIONS = "README.md", "docs/SUMMARY.md", "docs/decisions/README.md"
 OPERATORS, MODULES, REFERENCE = "docs/ops.md", "docs/nn.md", "docs/reference.md"
 TABLES = "docs/performance_tables.md"  # every published figure; the repository does not have this page
-COPIED = {".css", ".csv", ".ipynb", ".json", ".svg", ".txt"}
+AS_THEY_ARE = {".css", ".csv", ".ipynb", ".json", ".md", ".svg", ".txt"}  # other files become pages
 
 
 class Source(File):
     """A page that shows a file that is not a document."""
+
+    def __init__(self, name: str, site: str) -> None:
+        super().__init__(name, None, site, True, dest_uri=f"{name}/index.html")
+        lexer = find_lexer_class_for_filename(name)
+        language = lexer.aliases[0] if lexer else "text"
+        self.content_string = f"# {name}\n\n~~~~~{language}\n{(ROOT / name).read_text()}\n~~~~~\n"
 
     def is_documentation_page(self) -> bool:
         return True
@@ -47,19 +52,6 @@ def sources() -> list[str]:
         if name.endswith(".md"):
             found += [target for target in dict.fromkeys(links(name, (ROOT / name).read_text())) if target not in found]
     return found
-
-
-def navigation() -> list[Any]:
-    """Returns the table of docs/SUMMARY.md, with sections for the API reference and the decisions."""
-    table = (ROOT / SUMMARY).read_text().partition("\n| document |")[2]
-    listed = [name for name in links(SUMMARY, table) if name.endswith(".md") and name not in (OPERATORS, DECISIONS)]
-    records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / DECISIONS).parent.glob("[0-9]*.md"))
-    return [
-        {"Home": HOME},
-        {"API reference": [OPERATORS, MODULES, REFERENCE]},
-        {"Documents": [SUMMARY, *listed, TABLES]},
-        {"Decisions": [DECISIONS, *records]},
-    ]
 
 
 def operators(text: str) -> str:
@@ -93,28 +85,24 @@ def generated() -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    config.nav = navigation()
+    """Makes the navigation: the table of docs/SUMMARY.md, with sections for the API reference and the decisions."""
+    table = (ROOT / SUMMARY).read_text().partition("\n| document |")[2]
+    listed = [name for name in links(SUMMARY, table) if name.endswith(".md") and name not in (OPERATORS, DECISIONS)]
+    records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / DECISIONS).parent.glob("[0-9]*.md"))
+    config.nav = [
+        {"Home": HOME},
+        {"API reference": [OPERATORS, MODULES, REFERENCE]},
+        {"Documents": [SUMMARY, *listed, TABLES]},
+        {"Decisions": [DECISIONS, *records]},
+    ]
 
 
-def on_files(files: Files, config: MkDocsConfig) -> None:
-    for file in list(files):
-        if file.src_dir == config.docs_dir:  # these paths begin at docs/, and not at the root
-            files.remove(file)
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    found = [file for file in files if file.src_dir != config.docs_dir]  # there paths begin at docs/, not at the root
     for name in sources():
-        if Path(name).suffix in {".md", *COPIED}:
-            files.append(File(name, str(ROOT), config.site_dir, True))
-        else:
-            files.append(Source(name, str(ROOT), config.site_dir, True, dest_uri=f"{name}/index.html"))
-    for name, text in generated().items():
-        files.append(File.generated(config, name, content=text))
-
-
-def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
-    if not isinstance(page.file, Source):
-        return None
-    lexer = find_lexer_class_for_filename(page.file.src_uri)
-    language = lexer.aliases[0] if lexer else "text"
-    return f"# {page.file.src_uri}\n\n~~~~~{language}\n{page.file.content_string}\n~~~~~\n"
+        is_page = Path(name).suffix not in AS_THEY_ARE
+        found.append(Source(name, config.site_dir) if is_page else File(name, str(ROOT), config.site_dir, True))
+    return Files([*found, *(File.generated(config, name, content=text) for name, text in generated().items())])
 
 
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -10,25 +10,21 @@ have no partner are paired by equal code. Exit status: 0 if every kernel is iden
 """
 
 import argparse
-import collections
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from scripts.kernel_resources import cuobjdump, short_names
 
 Code = tuple[str, ...]  # the instructions of one kernel, in order
-Pair = tuple[str, str, str]  # what became of a kernel: one of STATES, its name (or "OLD -> NEW"), the detail to print
-Kernels = Mapping[str, Sequence[Code]]  # by name; several translation units may have a kernel of the same name
+Kernels = Counter[tuple[str, Code]]  # name and code; several translation units may have the same kernel
 
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
 SYMBOL = re.compile(r"\b_Z\w+")
-
-
-STATES = ("identical", "renamed", "changed", "only before", "only after")
 
 
 def parse(lines: Iterable[str]) -> list[tuple[str, Code]]:
@@ -43,62 +39,57 @@ def parse(lines: Iterable[str]) -> list[tuple[str, Code]]:
     return [(name, tuple(code)) for name, code in found]
 
 
-def disassemble(library: Path, arch: str) -> dict[str, list[Code]]:
-    """Returns the code of every kernel, by its short demangled name."""
+def disassemble(library: Path, arch: str) -> Kernels:
+    """Returns every kernel with its short demangled name."""
     command = [cuobjdump(), "-sass", "-arch", arch, str(library)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         functions = parse(process.stdout)
     if not functions:
         sys.exit(f"error: {library} has no kernels for {arch}.")
-    kernels = collections.defaultdict(list)
-    for name, (_, code) in zip(short_names([name for name, _ in functions]), functions, strict=True):
-        kernels[name].append(code)
-    return kernels
+    names, codes = zip(*functions, strict=True)
+    return Counter(zip(short_names(names), codes, strict=True))
 
 
-def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, list[Code]]:
+def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> Kernels:
     """Returns the kernels with OLD replaced by NEW in their names, if OLD is a whole word there."""
-    renamed: dict[str, list[Code]] = collections.defaultdict(list)
-    for name, codes in kernels.items():
+    renamed: Kernels = Counter()
+    for (name, code), count in kernels.items():
         for old, new in renamings:
             name = new.join(re.split(rf"(?<!\w){re.escape(old)}(?!\w)", name))
-        renamed[name].extend(codes)
+        renamed[name, code] += count
     return renamed
 
 
 def differing(before: Code, after: Code) -> int:
     """Returns how many instructions differ, regardless of order, or 1 if they differ only in order."""
-    old, new = collections.Counter(before), collections.Counter(after)
+    old, new = Counter(before), Counter(after)
     return max((old - new).total(), (new - old).total(), 1)
 
 
-def compare(before: Kernels, after: Kernels) -> list[Pair]:
-    """Pairs the kernels by name, and those without a partner by equal code."""
-    olds, news = (
-        collections.Counter((name, code) for name, codes in kernels.items() for code in codes)
-        for kernels in (before, after)
-    )
-    pairs = [("identical", name, "") for name, _ in (olds & news).elements()]
-    gone, new = list((olds - news).elements()), list((news - olds).elements())
-    for key in (0, 1):
+def compare(before: Kernels, after: Kernels) -> dict[str, list[str]]:
+    """Pairs the kernels by name, and those without a partner by equal code. Returns the kernels by what became of them,
+    with a line of text for each."""
+    found: dict[str, list[str]] = {"identical": [name for name, _ in (before & after).elements()]}
+    found |= {"renamed": [], "changed": []}
+    gone, new = list((before - after).elements()), list((after - before).elements())
+    for key, state in ((0, "changed"), (1, "renamed")):
         for name, code in gone.copy():
             if other := next((other for other in new if other[key] == (name, code)[key]), None):
                 gone.remove((name, code))
                 new.remove(other)
-                detail = f": {differing(code, other[1])} of {len(code)} -> {len(other[1])} instructions"
-                pairs.append(("changed", name, detail) if key == 0 else ("renamed", f"{name} -> {other[0]}", ""))
+                differ = f": {differing(code, other[1])} of {len(code)} -> {len(other[1])} instructions"
+                found[state].append(name + (differ if state == "changed" else f" -> {other[0]}"))
     for state, alone in (("only before", gone), ("only after", new)):
-        pairs += [(state, name, f": {len(code)} instructions") for name, code in alone]
-    return sorted(pairs, key=lambda pair: (STATES.index(pair[0]), pair[1]))
+        found[state] = [f"{name}: {len(code)} instructions" for name, code in alone]
+    return found
 
 
-def table(pairs: Sequence[Pair]) -> str:
+def table(found: Mapping[str, Sequence[str]]) -> str:
     """Returns a line for each kernel that is not identical, and the number of kernels in each state."""
-    titles = {"renamed": "renamed, identical"}
-    lines = [f"{titles.get(state, state):18s}  {name}{detail}" for state, name, detail in pairs if state != "identical"]
-    count = collections.Counter(state for state, _, _ in pairs)
-    return "\n".join([*lines, ", ".join(f"{count[state]} {state}" for state in STATES)])
+    titles = {state: state for state in found if state != "identical"} | {"renamed": "renamed, identical"}
+    lines = [f"{title:18s}  {line}" for state, title in titles.items() for line in sorted(found[state])]
+    return "\n".join([*lines, ", ".join(f"{len(kernels)} {state}" for state, kernels in found.items())])
 
 
 def renaming(text: str) -> tuple[str, str]:
@@ -113,23 +104,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("before", type=Path, metavar="BEFORE.so")
     parser.add_argument("after", type=Path, metavar="AFTER.so")
     parser.add_argument("--arch", default="sm_90", help="default: sm_90")
+    words = "whole words of names"
     parser.add_argument(
-        "--rename",
-        type=renaming,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="OLD=NEW",
-        help="whole words of names",
+        "--rename", type=renaming, nargs="+", action="extend", default=[], metavar="OLD=NEW", help=words
     )
     options = parser.parse_args(arguments)
     for library in (options.before, options.after):
         if not library.is_file():
             parser.error(f"{library}: no such file")
     before = rename(disassemble(options.before, options.arch), options.rename)
-    pairs = compare(before, disassemble(options.after, options.arch))
-    print(table(pairs))
-    return 0 if all(state in ("identical", "renamed") for state, _, _ in pairs) else 1
+    found = compare(before, disassemble(options.after, options.arch))
+    print(table(found))
+    return 1 if found["changed"] or found["only before"] or found["only after"] else 0
 
 
 if __name__ == "__main__":

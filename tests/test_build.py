@@ -228,7 +228,7 @@ def builds(monkeypatch, tmp_path) -> list[list[str]]:
 
     monkeypatch.setenv("USE_CUDA", "0")
     monkeypatch.setattr(build_library, "ROOT", tmp_path)
-    monkeypatch.setattr(build_library, "write_ninja", lambda folder, namespace: None)
+    monkeypatch.setattr(build_library, "write_ninja", lambda folder, namespace: "")
     monkeypatch.setattr(build_library, "steps_to_do", lambda ninja: 0)
     monkeypatch.setattr(build_library, "machine", build_library.platform.machine)
     monkeypatch.setattr(build_library.subprocess, "run", ninja)

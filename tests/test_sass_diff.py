@@ -1,5 +1,7 @@
 """Tests scripts/sass_diff.py: how it parses cuobjdump's output, how it pairs kernels, and what it prints."""
 
+from collections import Counter
+
 import pytest
 
 from scripts import sass_diff
@@ -36,21 +38,24 @@ def test_parse():
     ]
 
 
+def library(kernels: dict[str, list[str]]) -> Counter[tuple[str, tuple[str, ...]]]:
+    """Returns the kernels of a library. The letters of a word are the instructions of a kernel."""
+    return Counter((name, tuple(code)) for name, codes in kernels.items() for code in codes)
+
+
 def test_rename_replaces_whole_words():
-    kernels = {"norm_cuda::row<norm_cuda::Row>": [("A",)], "norm_cuda2::row": [("B",)], "norm::row<Row>": [("C",)]}
-    assert rename(kernels, [("norm_cuda", "norm"), ("norm::Row", "Row")]) == {
-        "norm::row<Row>": [("A",), ("C",)],
-        "norm_cuda2::row": [("B",)],
-    }
+    kernels = {"norm_cuda::row<norm_cuda::Row>": ["A"], "norm_cuda2::row": ["B"], "norm::row<Row>": ["A", "C"]}
+    renamed = {"norm::row<Row>": ["A", "A", "C"], "norm_cuda2::row": ["B"]}
+    assert rename(library(kernels), [("norm_cuda", "norm"), ("norm::Row", "Row")]) == library(renamed)
 
 
 def test_kernels_are_paired_by_name_and_then_by_code():
     """Kernels are paired by name, and kernels without a namesake by code. Those of one name may come in any order."""
-    before = {"same": [("A",), ("B",)], "old": [("C",)], "edited": [("A", "B", "C")], "turned": [("A", "B")]}
-    after = {"same": [("B",), ("A",)], "new": [("C",)], "edited": [("A", "X", "C", "Y")], "turned": [("B", "A")]}
-    pairs = compare(before | {"gone": [("D",)]}, after | {"added": [("E",)]})
-    assert [pair[:2] for pair in pairs[:3]] == [("identical", "same")] * 2 + [("renamed", "old -> new")]
-    assert table(pairs).splitlines() == [
+    before = {"same": ["A", "B"], "old": ["C"], "edited": ["ABC"], "turned": ["AB"], "gone": ["D"]}
+    after = {"same": ["B", "A"], "new": ["C"], "edited": ["AXCY"], "turned": ["BA"], "added": ["E"]}
+    found = compare(library(before), library(after))
+    assert found["identical"] == ["same", "same"] and found["renamed"] == ["old -> new"]
+    assert table(found).splitlines() == [
         "renamed, identical  old -> new",
         "changed             edited: 2 of 3 -> 4 instructions",
         "changed             turned: 1 of 2 -> 2 instructions",
@@ -63,16 +68,16 @@ def test_kernels_are_paired_by_name_and_then_by_code():
 @pytest.mark.parametrize(
     "after, arguments, status",
     [
-        ({"norm::row": [("A",)]}, ["--rename", "norm_cuda=norm"], 0),
-        ({"norm::line": [("A",)]}, [], 0),
-        ({"norm_cuda::row": [("B",)]}, [], 1),
-        ({"norm_cuda::row": [("A",)], "sum": [("C",)]}, [], 1),
+        ({"norm::row": ["A"]}, ["--rename", "norm_cuda=norm"], 0),
+        ({"norm::line": ["A"]}, [], 0),
+        ({"norm_cuda::row": ["B"]}, [], 1),
+        ({"norm_cuda::row": ["A"], "sum": ["C"]}, [], 1),
     ],
 )
 def test_exit_status(after, arguments, status, tmp_path, monkeypatch):
     libraries = [tmp_path / "before.so", tmp_path / "after.so"]
-    for library in libraries:
-        library.touch()
-    code = {libraries[0]: {"norm_cuda::row": [("A",)]}, libraries[1]: after}
-    monkeypatch.setattr(sass_diff, "disassemble", lambda library, arch: code[library])
+    for path in libraries:
+        path.touch()
+    code = {libraries[0]: library({"norm_cuda::row": ["A"]}), libraries[1]: library(after)}
+    monkeypatch.setattr(sass_diff, "disassemble", lambda path, arch: code[path])
     assert sass_diff.main([*map(str, libraries), *arguments]) == status

@@ -29,6 +29,7 @@ from extension_cpp.__main__ import Parser, positive
 
 FOLDER = Path(__file__).resolve().parent
 COLS = 1024
+NAMES = ("ours", "accessor", "eager", "copy")
 
 
 def build_accessor() -> float:
@@ -55,23 +56,22 @@ def build_ours(device: str) -> tuple[float, int]:
         return time.perf_counter() - start, len(objects)
 
 
-def microseconds(call: Callable[[], object], seconds: float) -> float:
-    """Returns the median microseconds of a call. On a GPU the timer waits for the end of the calls."""
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median * 1e6
-
-
 def measure(x: Tensor, seconds: float) -> dict[str, float]:
-    """Returns the microseconds of a call of each contender, and of a copy of the tensor, made contiguous."""
+    """Returns the median microseconds of a call of each contender, and of a copy of the tensor, made contiguous. On a
+    GPU the timer waits for the end of the calls."""
+    calls: dict[str, Callable[[], Tensor]] = {
+        "ours": functools.partial(extension_cpp.mish, x),
+        "accessor": functools.partial(torch.ops.accessor_mish.forward, x),
+        "eager": functools.partial(torch.nn.functional.mish, x),
+    }
     exact = extension_cpp.reference.mish(x[:1000].double())
-    accessor, eager = torch.ops.accessor_mish.forward, torch.nn.functional.mish
-    calls: dict[str, Callable[[Tensor], Tensor]] = {"ours": extension_cpp.mish, "accessor": accessor, "eager": eager}
+    for call in calls.values():
+        torch.testing.assert_close(call()[:1000].double(), exact, atol=1e-5, rtol=1e-4)
+    calls["copy"] = functools.partial(torch.empty(x.shape, device=x.device).copy_, x.contiguous())
     found = {}
-    for name, function in calls.items():
-        torch.testing.assert_close(function(x)[:1000].double(), exact, atol=1e-5, rtol=1e-4)
-        found[name] = microseconds(functools.partial(function, x), seconds)
-    y, dense = torch.empty(x.shape, device=x.device), x.contiguous()
-    found["copy"] = microseconds(functools.partial(y.copy_, dense), seconds)
+    for name, call in calls.items():
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        found[name] = timer.blocked_autorange(min_run_time=seconds).median * 1e6
     return found
 
 
@@ -92,6 +92,8 @@ def main() -> None:
     seconds, objects = build_ours(options.device)
     compiled = {"ours": seconds, "ours_objects": objects, "accessor": build_accessor()}
     rows: dict[str, dict[str, Any]] = {"compile, s": compiled}
+    table = Table("", *NAMES, title=str(about))
+    table.add_row("compile, s", f"{compiled['ours']:.1f}", f"{compiled['accessor']:.1f}")
     size = options.mib * 2**20 // 4 // COLS
     wide = torch.randn(size, 2 * COLS, device=options.device)
     with torch.no_grad():
@@ -101,20 +103,13 @@ def main() -> None:
             (f"{size} x {COLS} every other column, us", wide[:, ::2]),
             (f"{COLS} x {size} transposed, us", wide[:, :COLS].contiguous().t()),
         ]:
-            rows[label] = measure(x, options.seconds)
+            rows[label] = row = measure(x, options.seconds)
+            table.add_row(label, *(f"{row[name]:.1f}" for name in NAMES))
+            if x.numel() > 16:
+                table.add_row("  percent of copy", *(f"{100 * row['copy'] / row[name]:.0f}" for name in NAMES))
     path = options.json or FOLDER / "results" / f"{options.device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-    show(about, rows, path)
-
-
-def show(about: dict[str, Any], rows: dict[str, dict[str, Any]], path: Path) -> None:
-    table = Table("", "ours", "accessor", "eager", "copy", title=str(about))
-    for label, row in rows.items():
-        figures = [row.get(name) for name in ("ours", "accessor", "eager", "copy")]
-        table.add_row(label, *("" if figure is None else f"{figure:.1f}" for figure in figures))
-        if "x" in label and not label.startswith("4 x 4"):
-            table.add_row("  percent of copy", *(f"{100 * row['copy'] / figure:.0f}" for figure in figures))
     Console(width=120).print(table)
     print(f"The figures are in {path}.")
 

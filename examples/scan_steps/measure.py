@@ -36,20 +36,16 @@ def poisoned(call: Call, x: Tensor) -> Tensor:
     return call(x)
 
 
-def first_call(call: Call, x: Tensor) -> tuple[Tensor, float]:
-    """Returns the result and the seconds of the first call."""
+def first_call(name: str, call: Call, x: Tensor) -> tuple[float, float]:
+    """Returns the seconds of the first call, and the largest error of its result relative to the largest sum, in eps.
+    Ends the program if the result is wrong."""
     results: list[Tensor] = []
     seconds = seconds_of(lambda: results.append(poisoned(call, x)), x.device.type)
-    return results[0], seconds
-
-
-def error_in_eps(name: str, y: Tensor, x: Tensor) -> float:
-    """Returns the largest error relative to the largest sum, in eps. Ends the program if the result is wrong."""
     exact = x.cumsum(1, dtype=torch.float64)
-    error = ((y - exact).abs().max() / exact.abs().max()).item() / EPS
+    error = ((results[0] - exact).abs().max() / exact.abs().max()).item() / EPS
     if not error <= 4 * math.sqrt(x.shape[1]):
         sys.exit(f"error: {name} of {tuple(x.shape)} is wrong: the largest error is {error:.3g} eps")
-    return error
+    return seconds, error
 
 
 def check_whole_numbers(name: str, call: Call, x: Tensor) -> None:
@@ -74,9 +70,8 @@ def measure(calls: dict[str, Call], x: Tensor, rounds: int) -> list[dict[str, An
     quick: dict[str, Callable[[], object]] = {"copy": functools.partial(copied.copy_, x)}
     rows: dict[str, dict[str, Any]] = {"copy": {}}
     for name, call in calls.items():
-        y, seconds = first_call(call, x)
-        rows[name] = {"error_eps": error_in_eps(name, y, x)}
-        del y
+        seconds, error = first_call(name, call, x)
+        rows[name] = {"error_eps": error}
         if seconds > SLOW:
             check_whole_numbers(name, call, x[:, : x.shape[1] // 64].contiguous())
             rows[name]["seconds"] = dict.fromkeys(("median", "low", "high"), seconds)

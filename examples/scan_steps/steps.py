@@ -47,12 +47,11 @@ class Scans:
             found = f"{x.dtype}, {list(x.shape)}, strides {x.stride()}"
             raise RuntimeError(f"{step}: expected x to be float32, (rows, n) and contiguous, but got {found}")
         y = torch.empty_like(x)
-        rows, n = x.shape
-        state = torch.empty(self._library.scan_state_bytes(rows, n), dtype=torch.uint8, device=x.device)
+        state = torch.empty(self._library.scan_state_bytes(*x.shape), dtype=torch.uint8, device=x.device)
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
         with torch.cuda.device_of(x):
             function = getattr(self._library, f"scan_{step}")
-            error = function(x.data_ptr(), y.data_ptr(), rows, n, state.data_ptr(), stream)
+            error = function(x.data_ptr(), y.data_ptr(), *x.shape, state.data_ptr(), stream)
         if error:
             raise RuntimeError(f"{step}: {self._library.scan_error(error).decode()}")
         return y
