@@ -89,7 +89,7 @@ budgets: $(READY)  ## build, then print the library's size, its kernels by famil
 	@$(PYTHON) scripts/kernel_resources.py --summary $(ARGS)
 
 docs: $(READY)  ## build, then write docs/ops.md and the documents' tables from docstrings, schemas and results
-	$(call need,$(BUILD_NEEDS) rich ruff)
+	$(call need,$(BUILD_NEEDS) rich)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m scripts.document_ops
 

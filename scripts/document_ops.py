@@ -20,7 +20,7 @@ except ImportError as error:
 from benchmarks import table
 from benchmarks.published import TABLES
 from extension_cpp import ops
-from extension_cpp.command import info, tree
+from extension_cpp.command import info
 from extension_cpp.registration import calls
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,7 +113,7 @@ def between(page: str, text: str, what: str, new: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Returns the texts of all files that this script writes, by path."""
-    found = {PAGE: page()} | tree.laid_out({STUB: stub()})
+    found = {PAGE: page(), STUB: stub()}
     for name, what, make in TABLES:
         path = ROOT / name
         found[path] = between(name, found[path] if path in found else path.read_text(), what, make())
@@ -121,7 +121,7 @@ def documents() -> dict[Path, str]:
 
 
 def typed(name: str, schema: torch.FunctionSchema) -> str:
-    """Returns the text of a function in _ops.pyi, with the types of a schema."""
+    """Returns the text of a function in _ops.pyi, with the types of a schema, formatted as ruff does."""
     parameters = []
     required = max((i for i, x in enumerate(schema.arguments) if not x.has_default_value()), default=-1)
     for place, argument in enumerate(schema.arguments):  # all by position, the keyword-only ones, too
@@ -129,8 +129,13 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
         parameters.append(f"{argument.name}: {kind}{' = ...' if place > required else ''}")
     parameters.append("/")
     results = ", ".join(str(result.type).replace("List", "list") for result in schema.returns)
-    returned = f"tuple[{results}]" if len(schema.returns) > 1 else results
-    return f"def {name}({', '.join(parameters)}) -> {returned}: ...\n"
+    joined = ", ".join(parameters)
+    end = f") -> {f'tuple[{results}]' if len(schema.returns) > 1 else results}: ..."
+    if len(f"def {name}({joined}{end}") <= 120:
+        return f"def {name}({joined}{end}\n"
+    if len(f"    {joined}") <= 120:
+        return f"def {name}(\n    {joined}\n{end}\n"
+    return "".join([f"def {name}(\n", *(f"    {parameter},\n" for parameter in parameters), f"{end}\n"])
 
 
 def stub() -> str:

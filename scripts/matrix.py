@@ -19,6 +19,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
@@ -62,24 +63,29 @@ def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
     return dict(sorted(found.items()))
 
 
-def requirements() -> list[str]:
-    return (ROOT / "requirements.txt").read_text().splitlines()
+def newest_torch(python: tuple[int, int]) -> str:
+    """Returns the minor version of the torch that requirements.txt names for a Python."""
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if line.startswith("torch=="):
+            asked = Requirement(line)
+            if asked.marker is None or asked.marker.evaluate({"python_version": "{}.{}".format(*python)}):
+                return ".".join(str(asked.specifier).removeprefix("==").split(".")[:2])
+    raise LookupError(f"requirements.txt names no torch for Python {python}")
 
 
-def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str, list[str]]]:
-    """Returns a Python's version, whether it gets the oldest or the newest torch, and the requirements by which pip
-    finds this torch: of the lines in requirements.txt, it takes the one for its Python."""
-    newest = [line for line in requirements() if line.startswith("torch==")]
+def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
     others = versions[1:] or versions
-    return [(versions[0], "oldest", [f"torch=={TORCH_OLDEST}.*"]), *((each, "newest", newest) for each in others)]
+    return [(versions[0], TORCH_OLDEST), *((version, newest_torch(version)) for version in others)]
 
 
-def environment(interpreter: str, folder: Path, torch: list[str]) -> Path:
-    """Returns the Python of the environment in the folder. pip installs what it lacks of requirements.txt."""
+def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
+    """Returns the Python of the environment in .matrix. pip installs what it lacks of requirements.txt."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = [line for line in lines if not NOT_NEEDED.match(line)]
+    folder = ROOT / ".matrix" / f"python{version[0]}.{version[1]}-torch{torch}"
     subprocess.run([interpreter, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
-    wanted = [line for line in requirements() if not NOT_NEEDED.match(line)]
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted, *torch], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted, f"torch=={torch}.*"], check=True)
     return python
 
 
@@ -128,10 +134,9 @@ def main() -> None:
     found = interpreters(options.python)
     console, hashes, failed = Console(), set(), 0
     table = Table("Python", "torch", "glibc", "passed", "failed", "skipped", "seconds", title=options.wheel.name)
-    for version, age, torch in plan(list(found)):
-        console.rule(f"Python {version[0]}.{version[1]}, {age} torch")
-        folder = ROOT / ".matrix" / f"python{version[0]}.{version[1]}-{age}-torch"
-        python = environment(found[version], folder, torch)
+    for version, torch in plan(list(found)):
+        console.rule(f"Python {version[0]}.{version[1]}, torch {torch}")
+        python = environment(found[version], version, torch)
         cells, digest = run_tests(python, options.wheel.resolve(), for_pytest)
         hashes.add(digest)
         failed += int(cells[4])

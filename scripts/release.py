@@ -55,8 +55,8 @@ def main() -> None:
     (wheel,) = DIST.glob("*.whl")
     subprocess.run([sys.executable, "-c", BUILD_SDIST], check=True, cwd=matrix.ROOT, stdout=subprocess.DEVNULL)
     (sdist,) = DIST.glob("*.tar.gz")
-    for version, _, torch in matrix.plan(list(found)):
-        print(f"{wheel.name}: {check(found[version], *torch, str(wheel))}", flush=True)
+    for version, torch in matrix.plan(list(found)):
+        print(f"{wheel.name}: {check(found[version], f'torch=={torch}.*', str(wheel))}", flush=True)
     newest = found[max(found)]
     print(f"{sdist.name}: {check(newest, str(sdist), USE_CUDA='0')}, from source for the CPU", flush=True)
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted((wheel, sdist))]
