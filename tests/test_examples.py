@@ -99,11 +99,10 @@ def test_recurrent_text_without_the_scan_of_torch(
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs examples.accessor.compare once for all tests and returns its output folder. DEBUG=1 compiles this package's
-    files faster, for one instruction set. No test reads the measured compile time."""
+    """Runs examples.accessor.compare once for all tests and returns its output folder."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
-    told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
+    told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder)
     assert "percent of copy" in told
     return folder
 
@@ -111,7 +110,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow  # compiling against ATen takes half a minute; the template `accessor` is also tested without --slow
 def test_accessor_comparison(compared: Path) -> None:
     rows = json.loads((compared / "cpu.json").read_text())["rows"]
-    assert rows.pop("compile, s")["ours_objects"] >= 1 and len(rows) == 4
+    assert len(rows) == 4
     assert all(set(row) == {"ours", "accessor", "eager", "copy"} and min(row.values()) > 0 for row in rows.values())
 
 

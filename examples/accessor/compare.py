@@ -1,21 +1,17 @@
 """Measures accessor_mish beside extension_cpp.mish: python -m examples.accessor.compare, in the root of a checkout.
 
-What is measured: seconds to compile, one file at a time; microseconds a call on a small tensor; and for a large tensor,
-contiguous and strided, the bandwidth in percent of that of a copy of a contiguous tensor of this size. Each result is
-compared with float64 before the call is timed. The figures are written to examples/accessor/results/.
+What is measured: microseconds a call on a small tensor; and for a large tensor, contiguous and strided, the bandwidth
+in percent of that of a copy of a contiguous tensor of this size. Each result is compared with float64 before the call
+is timed. The figures are written to examples/accessor/results/.
 """
 
 import functools
+import importlib
 import json
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,30 +26,6 @@ from extension_cpp.__main__ import Parser, positive
 FOLDER = Path(__file__).resolve().parent
 COLS = 1024
 NAMES = ("ours", "accessor", "eager", "copy")
-
-
-def build_accessor() -> float:
-    """Compiles and loads the example, and returns the seconds."""
-    cache = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp()))
-    shutil.rmtree(cache / "accessor_mish", ignore_errors=True)
-    sys.path.insert(0, str(FOLDER))
-    start = time.perf_counter()
-    __import__("accessor_mish")
-    return time.perf_counter() - start
-
-
-def build_ours(device: str) -> tuple[float, int]:
-    """Compiles the files of csrc/mish for this machine, without the link. Returns seconds and number of objects."""
-    if device == "cpu":
-        os.environ["USE_CUDA"] = "0"
-    with tempfile.TemporaryDirectory() as folder:
-        build_library.write_ninja(Path(folder))
-        ninja = [sys.executable, "-m", "ninja", "-C", folder, "-j", "1"]
-        targets = subprocess.run([*ninja, "-t", "targets", "all"], capture_output=True, text=True, check=True).stdout
-        objects = [name for line in targets.splitlines() if "mish/" in (name := line.split(":")[0])]
-        start = time.perf_counter()
-        subprocess.run([*ninja, *objects], capture_output=True, check=True)
-        return time.perf_counter() - start, len(objects)
 
 
 def measure(x: Tensor, seconds: float) -> dict[str, float]:
@@ -85,15 +57,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.seconds <= 0:
         parser.error("--seconds must be positive")
-    os.environ["MAX_JOBS"] = "1"
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", build_library.native_architectures() or "9.0+PTX")
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     about = {"device": name, "torch": torch.__version__, "mib": options.mib, "seconds": options.seconds}
-    seconds, objects = build_ours(options.device)
-    compiled = {"ours": seconds, "ours_objects": objects, "accessor": build_accessor()}
-    rows: dict[str, dict[str, Any]] = {"compile, s": compiled}
+    sys.path.insert(0, str(FOLDER))
+    importlib.import_module("accessor_mish")  # compiles it, if it is not in the cache of extensions
+    rows: dict[str, dict[str, float]] = {}
     table = Table("", *NAMES, title=str(about))
-    table.add_row("compile, s", f"{compiled['ours']:.1f}", f"{compiled['accessor']:.1f}")
     size = options.mib * 2**20 // 4 // COLS
     wide = torch.randn(size, 2 * COLS, device=options.device)
     with torch.no_grad():
