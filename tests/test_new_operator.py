@@ -313,7 +313,7 @@ def operator_of(*words: str) -> schema.Operator:
 def test_entries_say_what_nested_tensors_and_dtensors_get(name: str) -> None:
     """The entry that `new --schema` writes has the parts for which tests/battery looks: nested, sharding, fake,
     backward."""
-    entry = generate_python.entry(operator_of(*PLANTED[name])).split("register(")[1]
+    entry = new.from_schema(operator_of(*PLANTED[name])).entry.split("register(")[1]
     assert "nested=" in entry and "sharding=" in entry and "fake=" in entry and "backward=" in entry
 
 

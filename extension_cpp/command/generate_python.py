@@ -1,7 +1,7 @@
 """Generates the Python code of an operator for `new --schema`, and its text in docs/ops.md."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from .generate import (
     NAMED_DTYPES,
@@ -252,19 +252,23 @@ def _backward(operator: Operator) -> str:
 # ---- what goes into the other files ----
 
 
-def entry(operator: Operator) -> str:
-    """Returns the operator's section of ops.py, which registers it."""
-    name = operator.name
-    module = f"{name}_functions"
-    derivatives = [f"{part}={module}.{name}_{part}" for part in ("setup_context", "backward", "plain")]
-    none = ["backward=WRITES" if operator.written else "backward=NOT_DIFFERENTIABLE"]
-    registered = {name: [*(derivatives if operator.grads else none), "nested=NONE"]}
-    registered |= {f"{name}.out": ["backward=WRITES"]} if operator.has_out else {}
-    registered |= {f"{name}_backward": ["backward=NO_SECOND"]} if operator.grads else {}
+def entry(name: str, functions: Collection[str], underived: str = "WRITES") -> str:
+    """Returns an op's section of ops.py, which registers its operators. `functions` has the names in the op's module.
+    `underived` is the mark of an op without a derivative."""
     text = f"# ---- {name} ----\n\n"
-    for op, others in registered.items():
-        parts = [f'"{op}"', f"fake={module}.{op.replace('.', '_')}_fake", *others, "sharding=NONE"]
-        text += "register(\n" + body(f"{part}," for part in parts) + ")\n"
+    # For each operator that there may be: its derivative, and the mark in place of a derivative that is not there.
+    operators = {name: (f"{name}_backward", underived), f"{name}.out": (f"{name}_out_backward", "WRITES")}
+    operators |= {f"{name}_backward": (f"{name}_second", "NO_SECOND")}
+    for op, (derivative, mark) in operators.items():
+        start, parts = op.replace(".", "_"), [f'"{op}"']
+        given = {"fake": f"{start}_fake", "setup_context": f"{start}_setup_context", "backward": derivative}
+        for part, function in (given | {"plain": f"{start}_plain"}).items():
+            if function in functions:
+                parts.append(f"{part}={name}_functions.{function}")
+            elif part == "backward":
+                parts.append(f"backward={mark}")
+        parts += ["nested=NONE"] * (op == name) + ["sharding=NONE"]
+        text += "register(\n" + body(f"{part}," for part in parts) + ")\n" if given["fake"] in functions else ""
     return text
 
 

@@ -167,20 +167,22 @@ def from_schema(operator: Operator) -> Addition:
     name, folder = operator.name, f"extension_cpp/csrc/{operator.name}/{operator.name}"
     tree.check_identifier("op", name.removesuffix("_"))
     row, section = generate_python.documents(operator)
+    functional = generate_python.functional(operator)
+    underived = "WRITES" if operator.written else "NOT_DIFFERENTIABLE"
     files = {
         f"{folder}.h": generate.header(operator),
         f"{folder}.cpp": generate_shim.shim(operator),
         f"{folder}_cpu.c": generate.cpu(operator),
         f"{folder}_cpu_kernel.h": generate.cpu_kernel(operator),
         f"{folder}_cuda.cu": generate.cuda(operator),
-        f"extension_cpp/functional/{name}.py": generate_python.functional(operator),
+        f"extension_cpp/functional/{name}.py": functional,
         f"tests/specs/{name}.py": generate_tests.spec(operator),
         f"tests/test_{name}.py": generate_tests.test(operator),
     }
     return Addition(
         name,
         files,
-        entry=generate_python.entry(operator),
+        entry=generate_python.entry(name, tree.top_level_names(functional), underived),
         reference=generate_python.reference(operator),
         stub=generate_python.stub(operator),
         row=row,

@@ -52,6 +52,9 @@ def kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Ten
     _, ctx.decay = inputs
 
 
+kernel_template_backward_setup_context = kernel_template_setup_context  # its inputs are a tensor and decay, too
+
+
 def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.kernel_template_backward(grad_out, ctx.decay)}
 
