@@ -3,19 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from .generate import (
-    NAMED_DTYPES,
-    backward,
-    checks,
-    checks_of_gradients,
-    checks_of_memory,
-    known_sizes,
-    launches,
-    operators_of,
-    overload,
-    resolved,
-    schema_of,
-)
+from .generate import NAMED_DTYPES, checks, checks_of_gradients, checks_of_memory, known_sizes, resolved
 from .roles import DTYPES
 from .schema import Argument, Operator
 from .shapes import Part
@@ -151,7 +139,7 @@ def functional(operator: Operator) -> str:
     text += f"    {'return ' if operator.results else ''}{call}\n\n\n"
     text += _fake(operator) + (_out_fake(operator) if operator.has_out else "")
     if operator.grads:
-        text += _fake(backward(operator)) + _setup_context(operator) + _backward(operator)
+        text += _fake(operator.backward) + _setup_context(operator) + _backward(operator)
         text += f"\n\n{name}_plain = reference.{name}  # for forward-mode differentiation\n"
     title = f'"""{name}: the public function, and what ops.py registers for its operators."""'
     return f"{title}\n\n{_imports(text)}\n\n{text.rstrip()}\n"
@@ -182,7 +170,7 @@ def _new(result: Argument, operator: Operator) -> str:
 def _out_fake(operator: Operator) -> str:
     """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
     outs, first = [*operator.results.values()], operator.first
-    text = f"def {operator.name}_out_fake({_parameters(overload(operator))}) -> None:\n"
+    text = f"def {operator.name}_out_fake({_parameters(operator.overload)}) -> None:\n"
     text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
     text += body([f'match = Match("{operator.name}")', f'match("{first}", {first}, FLOATING)'])
     for place, each in enumerate(outs):
@@ -283,7 +271,7 @@ def reference(operator: Operator) -> str:
 def stub(operator: Operator) -> str:
     """Returns the text for _ops.pyi: the types of the op's functions if they have no-grad overloads, else nothing."""
     text = ""
-    for each in launches(operator) if operator.grads else []:
+    for each in operator.launches if operator.grads else []:
         parameters = _typed(each.arguments)
         for place in reversed(range(len(parameters))):  # by position, a default before an argument without one is none
             if each.arguments[place].default is None:
@@ -303,5 +291,5 @@ def documents(operator: Operator) -> tuple[str, str]:
     row = f"| [`{call}`](#{name}) | {text.splitlines()[0]} | {order} |\n"
     text = re.sub(r"(?m)^(\w+):$", r"**\1**\n", text)
     text = re.sub(r"(?m)^ {4}(\w+): ", r"* `\1`: ", text).replace("    ", "")
-    schemas = "".join(f"extension_cpp::{schema_of(each)}\n" for each in operators_of(operator))
+    schemas = "".join(f"extension_cpp::{each.schema}\n" for each in operator.registered)
     return row, f"## {name}\n\n`{call}`\n\n{text}\n```text\n{schemas}```\n"

@@ -25,6 +25,7 @@ DTYPES = {
     "uint8": ("uint8_t", "ScalarType::Byte"),
     "bool": ("bool", "ScalarType::Bool"),
 }
+NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}  # the C types of numbers
 MOST = 16  # the most values of a list of numbers, which kernels get in an array of their argument struct
 VECTORS = ("weight", "bias", "gamma", "beta", "scale")  # a tensor of such a name has one element for each column
 MASK, INDEX = re.compile(r"(.*_)?mask"), re.compile(r"(.*_)?(index|indices|ids?|target)")
