@@ -1,8 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.judge import of_absolute_values
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.judge import rounded_sums
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 
 def numbers(x, count):
@@ -34,12 +34,6 @@ def bench(make, shape):
     return Sample((x, numbers(x, shape[0])))
 
 
-def terms(call):
-    """Bounds the rounding errors. The result is a copy. The gradient is added in float64 and rounded once."""
-    sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
-    return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
-
-
 SPEC = OpSpec(
     name="kernel_template",
     function=extension_cpp.kernel_template,
@@ -50,7 +44,7 @@ SPEC = OpSpec(
     keeps_strides=False,
     launches=(1, 1),
     least_rank=1,
-    terms=terms,
+    terms=rounded_sums(extension_cpp.reference.kernel_template, 1),  # the gradient is added in float64 and rounded once
     exact=(0,),
     # With `positional`, tests/battery leaves out its test of huge tensors, which would cut x and keep `index`.
     positional=True,  # test_kernel_template.py has a test of huge tensors instead
