@@ -238,14 +238,10 @@ def schemas() -> list[str]:
     import torch
 
     from .._namespace import NAMESPACE
-    from ..registration.calls import own_ops, without_suffix
+    from ..registration.calls import without_suffix
 
-    found = set()
-    for qualified in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = qualified.partition("::")
-        if namespace == NAMESPACE and name == without_suffix(name):
-            packet = getattr(own_ops, name.split(".")[0])
-            found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NAMESPACE}::")}
+    found = [str(torch._C._get_schema(*name.partition(".")[::2])) for name in names if name == without_suffix(name)]
     return sorted(re.sub(r"(?<==)\d+\.\d*(e[-+]\d+)?", lambda number: repr(float(number[0])), each) for each in found)
 
 
