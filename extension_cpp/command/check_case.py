@@ -130,9 +130,8 @@ class Checked:
                 )
             self.count = count
         unused = dict.fromkeys(("sample_inputs", "error_inputs", "bench", "keeps_strides", "launches"))
-        self.spec = opspec.OpSpec(
-            op._schema.name, self.call, self.right if self.is_judged else self.itself, names=(*self.names,), **unused
-        )
+        right = self.right if self.is_judged else self.itself
+        self.spec = opspec.OpSpec(op._schema.name, function=self.call, reference=right, names=(*self.names,), **unused)
 
     def tried(self, who: str, call: Callable[..., Any], sample: Any) -> Any:
         try:

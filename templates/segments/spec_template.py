@@ -35,8 +35,6 @@ def bench(make, shape):
 
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(bench, forward=1.25, backward=1.25, by_lines=False),

@@ -36,8 +36,6 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="cumsum",
     options=Options({"dim": (0,), "exclusive": (True,), "reverse": (True,)}, with_options),
-    function=extension_cpp.cumsum,
-    reference=extension_cpp.reference.cumsum,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=2, backward=2, operations=(1, 1)),
