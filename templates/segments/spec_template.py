@@ -2,7 +2,7 @@ import torch
 
 import extension_cpp
 from tests.judge import rounded_sums
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, indices_below
 
 
 def sample_inputs(make, shape):
@@ -10,8 +10,7 @@ def sample_inputs(make, shape):
         return
     x, rows = make(shape), shape[0]
     # Segments of any length, some without rows, and rows before and after all segments.
-    drawn = torch.randint(rows + 1, (rows // 3 + 2,), generator=torch.Generator().manual_seed(0))
-    yield Sample((x, drawn.sort().values.to(x.device)))
+    yield Sample((x, indices_below((rows // 3 + 2,), rows + 1, seed=0).sort().values.to(x.device)))
     yield Sample((make(shape), torch.tensor([0, rows], device=x.device)))
 
 
