@@ -102,7 +102,7 @@ def checks_of_gradients(operator: Operator, shape: Callable[[str, Operator], str
 
 
 def lines(texts: Iterable[str], indent: str = "  ") -> str:
-    return "".join(f"{indent}{text}\n" for text in texts)
+    return "".join(f"{indent * bool(text)}{text}\n" for text in texts)
 
 
 # ---- the header ----

@@ -1,9 +1,10 @@
 """Generates the Python code of an operator for `new --schema`, and its text in docs/ops.md."""
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from .generate import NAMED_DTYPES, checks, checks_of_gradients, checks_of_memory, known_sizes, resolved
+from .generate import NAMED_DTYPES, checks, checks_of_gradients, checks_of_memory, known_sizes, lines, resolved
 from .roles import DTYPES
 from .schema import Argument, Operator
 from .shapes import Part
@@ -11,6 +12,7 @@ from .shapes import Part
 # What Match gets: the dtypes that a tensor may have; name and tensor of element i of a list.
 ALLOWED = {dtype: f"(torch.{dtype},)" for dtype in DTYPES} | NAMED_DTYPES
 ELEMENT = 'f"{0}[{{i}}]", {0}[i]'
+body = functools.partial(lines, indent="    ")
 
 
 def _annotation(argument: Argument) -> str:
@@ -52,10 +54,6 @@ def _python_part(part: Part, known: dict[str, str]) -> str:
         return part.number.replace("?", "unknown_size")
     sizes = known[part.tensor].replace(".sizes()", ".shape")
     return f"{'' if part.is_size else '*'}{sizes}{f'[{part.index}]' if part.index else ''}"
-
-
-def body(texts: Iterable[str]) -> str:
-    return "".join(f"    {text}\n" if text else "\n" for text in texts)
 
 
 def tuple_of(values: Sequence[str]) -> str:

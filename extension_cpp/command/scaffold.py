@@ -37,7 +37,7 @@ def check_module(what: str, name: str) -> None:
     require(not hasattr(ctypes.CDLL(None), name), f"{expected}, but C has a function '{name}'")
 
 
-def texts_of(kind: str) -> dict[str, str]:
+def template_texts(kind: str) -> dict[str, str]:
     """Returns the texts of a template's files, by their place in its folder."""
     folder = tree.TREE / "templates" / kind
     paths = sorted([*folder.glob("*"), *folder.glob("kernel_template/*")])
@@ -47,7 +47,7 @@ def texts_of(kind: str) -> dict[str, str]:
 def from_template(kind: str, name: str) -> Addition:
     """Makes an op from a template, under the name `name`. The op works without further edits."""
     tree.check_identifier("op", name)
-    texts = texts_of(kind)
+    texts = template_texts(kind)
     functions = tree.top_level_names(texts["functional_template.py"])
     named = {PLACEHOLDER.sub(name, place): PLACEHOLDER.sub(name, text) for place, text in texts.items()}
 
@@ -77,7 +77,7 @@ def from_template(kind: str, name: str) -> Addition:
 def new_example(name: str) -> None:
     """Writes the template "accessor", which is a separate example and not an op of the library, into examples/."""
     tree.check_identifier("example", name)
-    texts = texts_of("accessor")
+    texts = template_texts("accessor")
     symbols = tree.top_level_names(texts["ops_template.py"])
     tree.check_free(Addition(name), tree.sources())
     # The example's test imports the file <name>.py. The name must not hide another module, or be used in that file.

@@ -24,8 +24,7 @@ C_KEYWORDS = re.findall(
     """,
 )
 # The types, each with the Python types of its defaults.
-TYPES: dict[str, tuple[type, ...]]
-TYPES = {"Tensor": (), "int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
+TYPES: dict[str, list[type]] = {"Tensor": [], "int": [int], "SymInt": [int], "float": [int, float], "bool": [bool]}
 DIFFERENTIABLE = ("same", "float64", "float32")  # dtypes
 NAME = r"[A-Za-z_]\w*"
 WRITTEN = r"\(\w+!\)"  # the (a!) of a tensor that is written
