@@ -374,6 +374,23 @@ def test_an_entry_has_the_functions_of_the_module_and_marks_in_place_of_derivati
         )
 
 
+def test_the_marks_of_an_entry_are_imported():
+    """The ops.py of a package of an earlier version imports only the marks that its ops use. A new op adds others."""
+    text = "from .registration.entries import NONE, register\n\n__all__ = [\n]\n"
+    entry = scaffold.from_template("stencil", "planted_op").entry
+    head, added = changes.with_entry(text, "planted_op", entry).split("\n\n__all__")
+    assert head.splitlines() == [
+        *map(str.strip, changes.imports_of("planted_op")),
+        "from .registration.entries import NO_SECOND",
+        "from .registration.entries import NONE, register",
+    ]
+    assert entry in added
+    package = (ROOT / "templates" / "package" / "extension_cpp" / "ops.py").read_text()
+    for kind in scaffold.OP_KINDS:
+        entry = scaffold.from_template(kind, "planted_op").entry
+        assert changes.with_entry(package, "planted_op", entry).count("from .registration.entries") == 1
+
+
 def test_removed_leaves_nothing(tree, capsys):
     """Removing ops one by one leaves no file and no object. There is an op of each kind, and a second of one."""
     before = contents(tree)

@@ -12,7 +12,7 @@ import torch
 
 from .check_battery import CHECKS
 from .check_case import Checked, NotRun, Refused, checks, opspec, sentence, telling
-from .errors import CannotMake
+from .errors import CannotMake, require
 
 SHAPES = ((33, 257), (2, 3, 64))  # shapes of the samples that an OpSpec makes
 
@@ -96,8 +96,7 @@ def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     found = [each for each in there if only in (None, each) and has(op.name(), each.upper())]
-    if not found:
-        raise CannotMake(f"{op.name()} has no kernel for {only or 'a device of this machine'}, or it is not here")
+    require(found, f"{op.name()} has no kernel for {only or 'a device of this machine'}, or it is not here")
     return found
 
 
@@ -127,8 +126,7 @@ def run(options: Namespace) -> int:
         draws = sources(options.sample, spec, device)
         with telling(f"a sample of {options.spec or '--sample'} cannot be made:"):
             cases = [Checked(op, draw, reference, device, options.random) for draw in draws]
-        if not cases:
-            raise CannotMake("expected a sample, by --sample or --spec, but got none")
+        require(cases, "expected a sample, by --sample or --spec, but got none")
         for case in cases:
             print(f"{device}: {case.words(case.draw())}")
         refused += run_checks(cases)

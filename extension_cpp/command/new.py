@@ -121,9 +121,8 @@ def run_elsewhere(options: argparse.Namespace) -> int | None:
     root, name = found
     if root.samefile(tree.TREE):
         return None
-    has_command = (root / name / "command" / Path(__file__).name).exists()
-    lacks = f"the package {name} in {root} has no command of its own"
-    require(has_command, f"{lacks}; 'new-package --update {root}' brings it")
+    lacks = f"the package {name} in {root} has no command of its own; 'new-package --update {root}' brings it"
+    require((root / name / "command" / Path(__file__).name).exists(), lacks)
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [sys.executable, "-m", name, *options.words, "--in", str(root)]
     return subprocess.run(words, cwd=root, env=os.environ | {"PYTHONPATH": path}).returncode

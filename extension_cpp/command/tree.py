@@ -72,16 +72,15 @@ def tree_of(folder: Path) -> tuple[Path, str] | None:
 def check_identifier(what: str, name: str) -> None:
     """Refuses a name that C, C++ or Python does not allow, or that breaks the package's naming rules."""
     require(name, f"expected a name for the {what}, but got an empty one")
-    got = f"but got {len(name)}"
-    require(len(name) <= LONGEST, f"expected a name of at most {LONGEST} characters for the {what}, {got}")
+    length = len(name)
+    require(length <= LONGEST, f"expected a name of at most {LONGEST} characters for the {what}, but got {length}")
     require(
         re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name),
         f"expected the {what}'s name to be lower-case letters from a to z and digits, a letter first, words joined by "
         f"single underscores, but got {name!r}",
     )
-    is_keyword = name in C_KEYWORDS or keyword.iskeyword(name)
-    expected = f"expected a name that is free for the {what}"
-    require(not is_keyword, f"{expected}, but '{name}' is a keyword of C, C++ or Python")
+    if name in C_KEYWORDS or keyword.iskeyword(name):
+        raise CannotMake(f"expected a name that is free for the {what}, but '{name}' is a keyword of C, C++ or Python")
 
 
 def top_level_names(text: str) -> set[str]:
