@@ -182,6 +182,7 @@ def test_refused_names_of_packages(tmp_path, capsys, name, sentence):
         ("tests/specs/planted_op.py", "mine", "tests/specs/planted_op.py exists"),
         ("docs/ops.md", "\n## Modules\n", "the page of the operators has no table that begins with '| function |'"),
         ("extension_cpp/ops.py", "", "extension_cpp/ops.py has no __all__"),
+        ("extension_cpp/ops.py", "__all__ = []\n", "extension_cpp/ops.py imports nothing from .registration.entries"),
     ],
 )
 def test_nothing_is_overwritten(tree, capsys, file, text, sentence):

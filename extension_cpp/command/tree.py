@@ -135,6 +135,7 @@ def with_entry(text: str, name: str, entry: str) -> str:
     listed = re.search(r"^__all__ = \[.*\n(?: .*\n)*", text, re.MULTILINE)
     if listed is None:
         raise CannotMake("extension_cpp/ops.py has no __all__")
+    require("from .registration.entries" in text, "extension_cpp/ops.py imports nothing from .registration.entries")
     text = f'{text[: listed.end()]}    "{name}",\n{text[listed.end() :]}\n{entry}'
     imports = re.findall(r"^from \.functional.*\n", text, re.MULTILINE)
     added = sorted(imports + imports_of(name))
