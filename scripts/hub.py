@@ -19,7 +19,7 @@ ROOT = build_library.ROOT
 PACKAGE = ROOT / "extension_cpp"
 NAME, VERSION = "extension-cpp", 1  # the Hub repository's; within a version, layers keep their names and results
 # A variant has no command line. A variant's modules import only these files of extension_cpp/command/.
-OF_COMMAND = ("__init__.py", "info.py")
+OF_COMMAND = ("__init__.py", "errors.py", "info.py")
 NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 
 

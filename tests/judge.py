@@ -102,6 +102,19 @@ def of_absolute_values(reference: Callable[..., Any], call: Call) -> Result:
     return run_with(reference, Sample(args, call.sample.kwargs), [g.abs() for g in call.grads])
 
 
+def rounded_sums(reference: Callable[..., Any], c: float) -> Callable[[Call], tuple[list[Terms], dict[int, Terms]]]:
+    """Returns `terms` for the spec of an op whose results and gradients are sums of products, as in the reference. Each
+    term is rounded c times."""
+
+    def terms(call: Call) -> tuple[list[Terms], dict[int, Terms]]:
+        sizes = of_absolute_values(reference, call)
+        places = (i for i, x in enumerate(call.sample.args) if isinstance(x, Tensor) and x.is_floating_point())
+        gradients = dict(zip(places, sizes.gradients, strict=True))
+        return [Terms(size, c) for size in sizes.outputs], {i: Terms(size, c) for i, size in gradients.items()}
+
+    return terms
+
+
 @dataclass
 class Truth:
     """The exact outputs and gradients of a call, and the Terms that bound the op's rounding errors for each of them."""

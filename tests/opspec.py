@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import extension_cpp
+
 COMPUTED = "computed"  # in result_dtypes
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -193,8 +195,6 @@ def without_gradients(samples: Callable[..., Any]) -> Callable[..., Any]:
 @dataclass(frozen=True)
 class OpSpec:
     name: str
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
     # Yields samples whose first tensor has the given shape, or a similar one of a rank that the op takes. It yields
     # nothing for a shape that the op does not take.
     sample_inputs: Callable[[Make, Sequence[int]], Iterator[Sample]]
@@ -203,6 +203,10 @@ class OpSpec:
     keeps_strides: bool  # the result has the strides of the first input, if this input is dense
     # The numbers of GPU kernels that one call of forward and one of backward launch.
     launches: tuple[int, int]
+    # The op's function and its reference. None stands for the package's function of that name, and for the one in its
+    # module `reference`.
+    function: Any = None
+    reference: Any = None
     # The least and the greatest number of dimensions of the first tensor. None means any number.
     least_rank: int = 0
     greatest_rank: int | None = None
@@ -251,6 +255,10 @@ class OpSpec:
     def __post_init__(self) -> None:
         if self.names:  # replace() copies a spec that is already initialized
             return
+        self._set(
+            function=self.function or getattr(extension_cpp, self.name),
+            reference=self.reference or getattr(extension_cpp.reference, self.name),
+        )
         self._set(names=tuple(inspect.signature(self.function).parameters))
         if self.lists:
             self._take_lists_apart()

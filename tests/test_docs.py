@@ -274,7 +274,7 @@ def test_readme_copied_into_a_fresh_shell(tmp_path: Path) -> None:
 def test_readme_has_one_table_and_one_picture_and_names_the_templates() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(re.findall(r"^\|[-|]+\|$", text, re.MULTILINE)) == text.count("![") == 1
-    kinds = {path.parent.name for path in ROOT.glob("templates/*/ops_template.py")}
+    kinds = {path.parent.name for path in ROOT.glob("templates/*/test_template.py")}
     assert all(f"`{kind}`" in text for kind in kinds) and len(kinds) == len(scaffold.KINDS)
     counts = ["five", "six", "seven", "eight", "nine", "ten"]
     assert f"There are {counts[len(kinds) - 5]} [templates]" in text

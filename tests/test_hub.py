@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from extension_cpp import LIBRARY
 from extension_cpp.command import info
 from scripts import hub
+from tests.forked import python
 
 for _module in ("kernels", "kernel_abi_check"):
     if importlib.util.find_spec(_module) is None:
@@ -59,6 +62,19 @@ def models(variant: Path, device: str) -> dict:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
+
+
+def test_a_variant_has_the_modules_that_its_modules_import(tmp_path):
+    """Every module of a variant can be imported beside the library alone. A variant leaves out most commands."""
+    for path in hub.python_files():
+        copy = tmp_path / "variant" / path.relative_to(hub.PACKAGE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    shutil.copy(LIBRARY, tmp_path / "variant")
+    files = (path.relative_to(tmp_path).with_suffix("") for path in (tmp_path / "variant").rglob("*.py"))
+    names = sorted(".".join(file.parts) for file in files if file.name != "__init__")
+    run = python("-c", "".join(f"import {name}\n" for name in ["variant", *names]), cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow

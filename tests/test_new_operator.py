@@ -41,7 +41,7 @@ def test_schemas_are_read(text: str) -> None:
     parsed = schema.parse(text)
     shown = parsed.listed(each.text for each in parsed.arguments)
     assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
-    assert schema.parse(generate.schema_of(operator_of(text))) == schema.parse(
+    assert schema.parse(operator_of(text).schema) == schema.parse(
         re.sub(r"\((Tensor \w+(?:, Tensor \w+)*)\)$", r"(\1)", text)
     )
 
@@ -313,7 +313,7 @@ def operator_of(*words: str) -> schema.Operator:
 def test_entries_say_what_nested_tensors_and_dtensors_get(name: str) -> None:
     """The entry that `new --schema` writes has the parts for which tests/battery looks: nested, sharding, fake,
     backward."""
-    entry = generate_python.entry(operator_of(*PLANTED[name])).split("register(")[1]
+    entry = new.from_schema(operator_of(*PLANTED[name])).entry.split("register(")[1]
     assert "nested=" in entry and "sharding=" in entry and "fake=" in entry and "backward=" in entry
 
 
@@ -337,7 +337,7 @@ def test_kernels_get_a_mask_in_the_shape_to_which_it_broadcasts() -> None:
 )
 def test_backward_knows_the_sizes_of_a_tensor_that_is_not_saved(words: list[str], sizes: dict[str, str]) -> None:
     operator = operator_of(*words)
-    assert generate.sizes(generate.backward(operator)) == sizes
+    assert generate.sizes(operator.backward) == sizes
     shim, header = generate_shim.shim(operator), generate.header(operator)
     for name, size in sizes.items():
         assert f"args.{name} = {size};" in shim and header.count(f"int64_t {name};") == 2
@@ -426,7 +426,7 @@ def test_files_say_that_nothing_checks_an_index_on_a_gpu() -> None:
 
 def test_an_overload_out_writes_its_operator_too() -> None:
     operator = operator_of("f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()", "--grad", "x", "--save", "y")
-    assert [generate.schema_of(each) for each in generate.operators_of(operator)] == [
+    assert [each.schema for each in operator.registered] == [
         "f(Tensor x, *, int k) -> (Tensor y, Tensor z)",
         "f.out(Tensor x, *, int k, Tensor(a!) y, Tensor(b!) z) -> ()",
         "f_backward(Tensor grad_y, Tensor grad_z, Tensor y, SymInt[] x_sizes, int k) -> Tensor",
@@ -438,8 +438,7 @@ def test_an_overload_out_writes_its_operator_too() -> None:
 
 def test_nothing_may_be_saved() -> None:
     operator = operator_of("f(Tensor x, float s) -> Tensor", "--grad", "x", "--save", "")
-    backward = generate.backward(operator)
-    assert generate.schema_of(backward) == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
+    assert operator.backward.schema == "f_backward(Tensor grad_out, SymInt[] x_sizes, float s) -> Tensor"
 
 
 def test_samples_have_both_values_of_a_bool_and_the_shape_of_the_other_tensor() -> None:

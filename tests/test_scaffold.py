@@ -182,6 +182,7 @@ def test_refused_names_of_packages(tmp_path, capsys, name, sentence):
         ("tests/specs/planted_op.py", "mine", "tests/specs/planted_op.py exists"),
         ("docs/ops.md", "\n## Modules\n", "the page of the operators has no table that begins with '| function |'"),
         ("extension_cpp/ops.py", "", "extension_cpp/ops.py has no __all__"),
+        ("extension_cpp/ops.py", "__all__ = []\n", "extension_cpp/ops.py imports nothing from .registration.entries"),
     ],
 )
 def test_nothing_is_overwritten(tree, capsys, file, text, sentence):
@@ -342,7 +343,8 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     before, added = "from .functional import reduce_sum as sums\n", changes.imports_of("planted_op")
     text = ops.read_text().replace('    "rotary_embedding",\n', '    "rotary_embedding",\n    "planted_op",\n')
     text = text.replace(before, added[0] + before)
-    ops.write_text(text.replace("from .functional.pointwise ", added[1] + "from .functional.pointwise "))
+    text = text.replace("from .functional.pointwise ", added[1] + "from .functional.pointwise ")
+    ops.write_text(f"{text}\n{scaffold.from_template(kind, 'planted_op').entry}")
     readme = by_hand / "README.md"
     readme.write_text(changes.with_count(readme.read_text(), 1))
     assert command.main(["new", "planted_op", "--kind", kind]) == 0
@@ -350,6 +352,44 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     one, other = contents(by_hand), contents(tree)
     assert one.keys() == other.keys()
     assert {path for path in one if one[path] != other[path]} == edited
+
+
+def test_an_entry_has_the_functions_of_the_module_and_marks_in_place_of_derivatives():
+    given = {
+        "scan": [
+            "planted_op: fake setup_context backward plain NONE NONE",
+            "planted_op_backward: backward_fake backward_setup_context second backward_plain NONE",
+        ],
+        "stencil": ["planted_op: fake backward plain NONE NONE", "planted_op_backward: backward_fake NO_SECOND NONE"],
+        "inplace": ["planted_op: fake WRITES NONE NONE", "planted_op.out: out_fake WRITES NONE"],
+        "tensors": ["planted_op: fake setup_context backward plain NONE NONE"],
+    }
+    for kind, entries in given.items():
+        heading, *calls = scaffold.from_template(kind, "planted_op").entry.split("register(")
+        assert heading == "# ---- planted_op ----\n\n"
+        found = [re.findall(r'"(.+)"|\w+=(?:planted_op_functions\.planted_op_)?(\w+),\n', call) for call in calls]
+        assert [f"{op}: {' '.join(given for _, given in others)}" for (op, _), *others in found] == entries
+        parts = [part for call in calls for part in re.findall(r"(\w+)=", call)]
+        assert [part for part in parts if part not in ("setup_context", "plain", "nested")] == (
+            ["fake", "backward", "sharding"] * len(calls)
+        )
+
+
+def test_the_marks_of_an_entry_are_imported():
+    """The ops.py of a package of an earlier version imports only the marks that its ops use. A new op adds others."""
+    text = "from .registration.entries import NONE, register\n\n__all__ = [\n]\n"
+    entry = scaffold.from_template("stencil", "planted_op").entry
+    head, added = changes.with_entry(text, "planted_op", entry).split("\n\n__all__")
+    assert head.splitlines() == [
+        *map(str.strip, changes.imports_of("planted_op")),
+        "from .registration.entries import NO_SECOND",
+        "from .registration.entries import NONE, register",
+    ]
+    assert entry in added
+    package = (ROOT / "templates" / "package" / "extension_cpp" / "ops.py").read_text()
+    for kind in scaffold.OP_KINDS:
+        entry = scaffold.from_template(kind, "planted_op").entry
+        assert changes.with_entry(package, "planted_op", entry).count("from .registration.entries") == 1
 
 
 def test_removed_leaves_nothing(tree, capsys):

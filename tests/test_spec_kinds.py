@@ -59,7 +59,7 @@ def spec(
         yield ErrorSample((x, *args[1:]), f"spec_kinds::{name}: expected x of 2 dimensions, but got 3")
 
     bench = Bench(lambda make, shape: next(samples(make, shape)), 1, 0)
-    return OpSpec(name, function, reference, samples, errors, bench, False, (1, 0), differentiable=False, **more)
+    return OpSpec(name, samples, errors, bench, False, (1, 0), function, reference, differentiable=False, **more)
 
 
 def topk_gate(x: Tensor, last: bool = False, offset: int = 0) -> tuple[Tensor, Tensor]:

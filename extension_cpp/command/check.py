@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .check_battery import CHECKS
-from .check_case import Checked, NotRun, Refused, checks, opspec, sentence
-from .errors import CannotMake
+from .check_case import Checked, NotRun, Refused, checks, opspec, sentence, telling
+from .errors import CannotMake, require
 
 SHAPES = ((33, 257), (2, 3, 64))  # shapes of the samples that an OpSpec makes
 
@@ -37,11 +37,9 @@ def outcome(check: Callable[[Checked], str], cases: Sequence[Checked]) -> tuple[
 def load(text: str, what: str) -> Any:
     """Imports the module that `text` names. For "MODULE:FUNCTION" it returns this attribute of the module."""
     module, _, name = text.partition(":")
-    try:
+    with telling(f"{what} {text} cannot be imported:"):
         found = importlib.import_module(module)
         return functools.reduce(getattr, name.split("."), found) if name else found
-    except Exception as error:
-        raise CannotMake(f"{what} {text} cannot be imported: {sentence(error)}") from None
 
 
 def find(name: str) -> torch._ops.OpOverload:
@@ -60,18 +58,14 @@ def find(name: str) -> torch._ops.OpOverload:
 
 
 def evaluated(text: str, seed: int) -> Any:
-    try:
+    with telling(f"--sample {text} cannot be evaluated:"):
         return eval(text, {"torch": torch})
-    except Exception as error:
-        raise CannotMake(f"--sample {text} cannot be evaluated: {sentence(error)}") from None
 
 
 def of_file(path: str) -> Any:
     """Returns what the file of --spec defines: an OpSpec, or a function that makes samples for a device and a dtype."""
-    try:
+    with telling(f"--spec {path} cannot be run:"):
         space = runpy.run_path(path)
-    except Exception as error:
-        raise CannotMake(f"--spec {path} cannot be run: {sentence(error)}") from None
     for name in ("spec", "SPEC", "samples"):
         if space.get(name) is not None:
             return space[name]
@@ -102,8 +96,7 @@ def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     found = [each for each in there if only in (None, each) and has(op.name(), each.upper())]
-    if not found:
-        raise CannotMake(f"{op.name()} has no kernel for {only or 'a device of this machine'}, or it is not here")
+    require(found, f"{op.name()} has no kernel for {only or 'a device of this machine'}, or it is not here")
     return found
 
 
@@ -131,14 +124,9 @@ def run(options: Namespace) -> int:
     refused = []
     for device in devices(op, options.device):
         draws = sources(options.sample, spec, device)
-        try:
+        with telling(f"a sample of {options.spec or '--sample'} cannot be made:"):
             cases = [Checked(op, draw, reference, device, options.random) for draw in draws]
-        except CannotMake:
-            raise
-        except Exception as error:
-            raise CannotMake(f"a sample of {options.spec or '--sample'} cannot be made: {sentence(error)}") from None
-        if not cases:
-            raise CannotMake("expected a sample, by --sample or --spec, but got none")
+        require(cases, "expected a sample, by --sample or --spec, but got none")
         for case in cases:
             print(f"{device}: {case.words(case.draw())}")
         refused += run_checks(cases)

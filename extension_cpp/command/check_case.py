@@ -3,10 +3,11 @@
 The comparison is that of the tests (tests/judge.py), read from this checkout or from its copy in the wheel.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,15 @@ def sentence(error: BaseException) -> str:
     """Returns an exception's type and message as one line of text, with at most 300 characters of the message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+
+
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Raises CannotMake, which says `what` and the error, if the code inside raises another error."""
+    try:
+        yield
+    except Exception as error:
+        raise error if isinstance(error, CannotMake) else CannotMake(f"{what} {sentence(error)}") from None
 
 
 def in_words(x: Any) -> str:
@@ -120,25 +130,20 @@ class Checked:
         self.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in sample.args]
         if any(dtype is not None and dtype.is_complex for dtype in self.dtypes):
             raise CannotMake(f"expected real tensors, but got {self.words(sample)}")
-        self.count = self.every = len(self.tried("operator", self.call, sample))
+        with telling(f"{self.words(sample)}: the operator raised"):
+            self.count = self.every = len(self.call(*sample.args))
         if reference is not None:
             double = judge.convert(opspec.Sample(tuple(map(on_cpu, sample.args))), torch.float64)
-            count = len(self.tried("reference", self.right, double))
+            with telling(f"{self.words(double)}: the reference raised"):
+                count = len(self.right(*double.args))
             if not 0 < count <= self.count:
                 raise CannotMake(
                     f"expected as many results as the operator's {self.count}, but the reference has {count}"
                 )
             self.count = count
         unused = dict.fromkeys(("sample_inputs", "error_inputs", "bench", "keeps_strides", "launches"))
-        self.spec = opspec.OpSpec(
-            op._schema.name, self.call, self.right if self.is_judged else self.itself, names=(*self.names,), **unused
-        )
-
-    def tried(self, who: str, call: Callable[..., Any], sample: Any) -> Any:
-        try:
-            return call(*sample.args)
-        except Exception as error:
-            raise CannotMake(f"{self.words(sample)}: the {who} raised {sentence(error)}") from error
+        right = self.right if self.is_judged else self.itself
+        self.spec = opspec.OpSpec(op._schema.name, function=self.call, reference=right, names=(*self.names,), **unused)
 
     def draw(self, seed: int = 0) -> Any:
         """Draws the sample of this seed, with its tensors in new memory on the device."""

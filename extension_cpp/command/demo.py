@@ -25,7 +25,7 @@ import extension_cpp
 
 from . import demo_model, demo_table, info
 from .demo_model import Attention, LanguageModel, Training
-from .errors import CannotMake
+from .errors import CannotMake, require
 
 NAMES = ("converted", "as it is")
 CHECKED_STEPS = 50
@@ -120,8 +120,7 @@ def choose_device(asked: str | None) -> tuple[str, str]:
         return "cpu", ""
     machine = info.read_machine()
     problem = info.cuda_problem(info.read_build(), machine)
-    if problem and asked == "cuda":
-        raise CannotMake(f"--device cuda: {problem}")
+    require(not problem or asked is None, f"--device cuda: {problem}")
     return ("cpu", problem if machine.gpus else "") if problem else ("cuda", "")
 
 

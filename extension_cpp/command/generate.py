@@ -5,65 +5,13 @@ write zeros into all outputs. tree.laid_out() formats the C code later.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
-from .roles import DTYPES, MOST
+from .roles import DTYPES, MOST, NUMBER_TYPES
 from .schema import Argument, Operator
 from .shapes import Part, parts, words_of
 
 # Marks the place for the formula. If a result is wrong, tests/judge.py names the lines that still have this mark.
 MARK = "WRITE THE FORMULA HERE: so far these are zeros."
-NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}
-
-
-# ---- backward and the overload .out, as operators of their own ----
-
-
-def launches(operator: Operator) -> list[Operator]:
-    """Returns the operators that have kernels: the operator and, if it is differentiable, its backward."""
-    return [operator, backward(operator)] if operator.grads else [operator]
-
-
-def backward(operator: Operator) -> Operator:
-    """Returns the backward of an operator. Its arguments are the results' gradients, what is saved, the sizes of other
-    tensors with a gradient, and numbers."""
-    arguments = []
-    for each in operator.differentiable_results:
-        shape = f"like {each.name}" if each.name in operator.saved else ""
-        arguments.append(Argument(f"grad_{each.name}", dtype=each.dtype, shape=shape))
-    arguments += [_saved(name, operator) for name in operator.saved]
-    for name in operator.sizes_of:
-        arguments.append(Argument(f"{name}_sizes", "SymInt", operator.operands[name].is_optional, is_list=True))
-    arguments += [replace(each, default=None, keyword_only=False) for each in operator.numbers]
-    results = {}
-    for each in (operator.operands[name] for name in operator.grads):
-        grad = Argument(f"grad_{each.name}", is_optional=each.is_optional, dtype=each.dtype, shape=each.name)
-        results[grad.name] = grad
-    return Operator(f"{operator.name}_backward", arguments, results, of=operator)
-
-
-def _saved(name: str, operator: Operator) -> Argument:
-    """Returns a saved tensor as an argument of backward.
-
-    Its pattern "like x" may name a tensor x that backward does not get. If a result has the shape of x, the pattern
-    names the gradient of that result instead.
-    """
-    if name in operator.results:
-        like = operator.results[name].shape
-        return replace(operator.results[name], shape=f"like {like}" if like in operator.saved else "", is_written=False)
-    tensor = operator.operands[name]
-    shape = tensor.shape
-    relation, _, of = shape.rpartition(" ")
-    if relation in ("like", "broadcasts to") and of not in operator.saved:
-        alike = [each.name for each in operator.differentiable_results if each.shape == of]
-        shape = f"{relation} grad_{alike[-1]}" if alike else ""
-    return replace(tensor, shape=shape, below="", default=None)
-
-
-def overload(operator: Operator) -> Operator:
-    """Returns the overload .out of an operator, which has the results as arguments."""
-    outs = [replace(each, keyword_only=True) for each in operator.results.values()]
-    return Operator(f"{operator.name}.out", [*operator.arguments, *outs], {})
 
 
 # ---- sizes ----
@@ -105,25 +53,6 @@ def resolved(expression: str, operator: Operator) -> list[Part]:
         result = (operator.of or operator).results.get(part.tensor)
         found += [part] if result is None else resolved(result.shape, operator)
     return found
-
-
-# ---- schemas ----
-
-
-def schema_of(operator: Operator) -> str:
-    letters = iter("abcdefghijklmnop")
-    arguments = [
-        each.text.replace("(!)", f"({next(letters)}!)") if each.is_written else each.text for each in operator.arguments
-    ]
-    named = [f"Tensor{'[]' * each.is_list} {each.name}" for each in operator.results.values()]
-    results = named[0].split()[0] if len(named) == 1 else f"({', '.join(named)})"
-    return f"{operator.name}({operator.listed(arguments)}) -> {results}"
-
-
-def operators_of(operator: Operator) -> list[Operator]:
-    """Returns the operators that have a schema, in the order of `make docs`."""
-    overloads = [overload(operator)] if operator.has_out else []
-    return [operator, *overloads, *launches(operator)[1:]]
 
 
 # ---- checks, the same in the shim and in the fake ----
@@ -173,7 +102,7 @@ def checks_of_gradients(operator: Operator, shape: Callable[[str, Operator], str
 
 
 def lines(texts: Iterable[str], indent: str = "  ") -> str:
-    return "".join(f"{indent}{text}\n" for text in texts)
+    return "".join(f"{indent * bool(text)}{text}\n" for text in texts)
 
 
 # ---- the header ----
@@ -181,7 +110,7 @@ def lines(texts: Iterable[str], indent: str = "  ") -> str:
 
 def header(operator: Operator) -> str:
     text = f"/* {operator.name}: write the formula here\n"
-    for launch in launches(operator):
+    for launch in operator.launches:
         text += f" * {launch.name}:\n" if launch.of else ""
         text += "".join(f" *   {_described(each, operator)}\n" for each in (*launch.inputs, *launch.outputs))
     if operator.indices:
@@ -193,12 +122,12 @@ def header(operator: Operator) -> str:
     left = "written arguments stay as they are" if operator.written else "results are zeros"
     text += f" * Without work items no kernel runs, and {left}. */\n#pragma once\n\n#include <stdbool.h>\n\n"
     text += '#include "common/dtype.h"\n#include "common/range.h"\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n\n'
-    for launch in launches(operator):
+    for launch in operator.launches:
         text += "typedef struct {\n" + lines(_fields(launch)) + f"}} {launch.kernel}_args;\n\n"
     text += "/* CPU: work items [begin, end). args points to the struct. */\n"
-    text += "".join(f"void {each.kernel}_cpu(int64_t begin, int64_t end, void *args);\n" for each in launches(operator))
+    text += "".join(f"void {each.kernel}_cpu(int64_t begin, int64_t end, void *args);\n" for each in operator.launches)
     text += "\n/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */\n"
-    for launch in launches(operator):
+    for launch in operator.launches:
         text += f"int {launch.kernel}_cuda(const {launch.kernel}_args *args, void *stream);\n"
     return text + "\n#ifdef __cplusplus\n}\n#endif\n"
 
@@ -254,19 +183,19 @@ def cpu(operator: Operator) -> str:
     text = f"/* {name} on the CPU: one work item after the other. The arithmetic is in\n * {name}_cpu_kernel.h. */\n"
     text += f'#include "{name}/{name}.h"\n\n#include "common/cpu/block.h"\n#include "common/cpu/level.h"\n'
     text += '#include "common/cpu/math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */\n\n'
-    text += "".join(f"typedef {each.kernel}_args {each.direction}_args;\n" for each in launches(operator))
+    text += "".join(f"typedef {each.kernel}_args {each.direction}_args;\n" for each in operator.launches)
     text += f'\n#define KERNEL_BODY "{name}/{name}_cpu_kernel.h"\n#include "common/cpu/for_each_dtype.h"\n\n'
-    for each in launches(operator):
+    for each in operator.launches:
         text += f"static void {each.kernel}_cpu_range(int64_t begin, int64_t end, const {each.direction}_args *args)"
         text += " {\n  for (int64_t i = begin; i < end; ++i)"
         text += f" DISPATCH_DTYPE(args->dtype, {each.direction}_item, args, i);\n}}\n\n"
-    return text + "".join(f"CPU_ENTRY({each.kernel}_cpu, {each.direction}_args)\n" for each in launches(operator))
+    return text + "".join(f"CPU_ENTRY({each.kernel}_cpu, {each.direction}_args)\n" for each in operator.launches)
 
 
 def cpu_kernel(operator: Operator) -> str:
     text = f"/* Compiled once per element type by {operator.name}_cpu.c (for_each_dtype.h defines T, ACC, NAME, and\n"
     text += " * WIDEN and NARROW, which make an ACC of a T and a T of an ACC). */\n"
-    for launch in launches(operator):
+    for launch in operator.launches:
         text += f"\n/* Work item i of args->items. */\nstatic void NAME({launch.direction}_item)"
         text += f"(const {launch.direction}_args *args, int64_t i) {{\n"
         text += lines(_pointers(launch, "args->", "({0})"))
@@ -284,7 +213,7 @@ def cuda(operator: Operator) -> str:
     text += f'#include "{name}/{name}.h"\n\n#include "common/cuda/vector.cuh"\n\nnamespace {name}_kernels {{\n\n'
     text += "constexpr int THREADS = 256;\n"
     text += "constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is below 2^31\n"
-    for launch in launches(operator):
+    for launch in operator.launches:
         text += "\ntemplate <typename T>\n__global__ void __launch_bounds__(THREADS) "
         text += f"{launch.direction}_kernel({launch.kernel}_args args) {{\n"
         text += lines(_pointers(launch, "args.", "static_cast<{0}>("))
@@ -298,7 +227,7 @@ def cuda(operator: Operator) -> str:
     text += "  const int64_t blocks = ceil_div(items, THREADS);\n"
     text += "  return static_cast<unsigned>(blocks < MOST_BLOCKS ? blocks : MOST_BLOCKS);\n}\n\n"
     text += f"}}  // namespace {name}_kernels\n"
-    for launch in launches(operator):
+    for launch in operator.launches:
         text += f'\nextern "C" int {launch.kernel}_cuda(const {launch.kernel}_args *args, void *stream) {{\n'
         text += f"  using namespace {name}_kernels;\n"
         text += "  return with_dtype(args->dtype, [&](auto zero) {\n    using T = decltype(zero);\n"

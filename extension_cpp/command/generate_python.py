@@ -1,21 +1,10 @@
 """Generates the Python code of an operator for `new --schema`, and its text in docs/ops.md."""
 
+import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from .generate import (
-    NAMED_DTYPES,
-    backward,
-    checks,
-    checks_of_gradients,
-    checks_of_memory,
-    known_sizes,
-    launches,
-    operators_of,
-    overload,
-    resolved,
-    schema_of,
-)
+from .generate import NAMED_DTYPES, checks, checks_of_gradients, checks_of_memory, known_sizes, lines, resolved
 from .roles import DTYPES
 from .schema import Argument, Operator
 from .shapes import Part
@@ -23,6 +12,7 @@ from .shapes import Part
 # What Match gets: the dtypes that a tensor may have; name and tensor of element i of a list.
 ALLOWED = {dtype: f"(torch.{dtype},)" for dtype in DTYPES} | NAMED_DTYPES
 ELEMENT = 'f"{0}[{{i}}]", {0}[i]'
+body = functools.partial(lines, indent="    ")
 
 
 def _annotation(argument: Argument) -> str:
@@ -64,10 +54,6 @@ def _python_part(part: Part, known: dict[str, str]) -> str:
         return part.number.replace("?", "unknown_size")
     sizes = known[part.tensor].replace(".sizes()", ".shape")
     return f"{'' if part.is_size else '*'}{sizes}{f'[{part.index}]' if part.index else ''}"
-
-
-def body(texts: Iterable[str]) -> str:
-    return "".join(f"    {text}\n" if text else "\n" for text in texts)
 
 
 def tuple_of(values: Sequence[str]) -> str:
@@ -151,7 +137,7 @@ def functional(operator: Operator) -> str:
     text += f"    {'return ' if operator.results else ''}{call}\n\n\n"
     text += _fake(operator) + (_out_fake(operator) if operator.has_out else "")
     if operator.grads:
-        text += _fake(backward(operator)) + _setup_context(operator) + _backward(operator)
+        text += _fake(operator.backward) + _setup_context(operator) + _backward(operator)
         text += f"\n\n{name}_plain = reference.{name}  # for forward-mode differentiation\n"
     title = f'"""{name}: the public function, and what ops.py registers for its operators."""'
     return f"{title}\n\n{_imports(text)}\n\n{text.rstrip()}\n"
@@ -182,7 +168,7 @@ def _new(result: Argument, operator: Operator) -> str:
 def _out_fake(operator: Operator) -> str:
     """Returns the fake of the overload .out. It gets the shapes of its outputs from the operator's fake."""
     outs, first = [*operator.results.values()], operator.first
-    text = f"def {operator.name}_out_fake({_parameters(overload(operator))}) -> None:\n"
+    text = f"def {operator.name}_out_fake({_parameters(operator.overload)}) -> None:\n"
     text += body([f"{'results' if len(outs) > 1 else 'result'} = {operator.name}_fake({_names(operator)})"])
     text += body([f'match = Match("{operator.name}")', f'match("{first}", {first}, FLOATING)'])
     for place, each in enumerate(outs):
@@ -252,19 +238,23 @@ def _backward(operator: Operator) -> str:
 # ---- what goes into the other files ----
 
 
-def entry(operator: Operator) -> str:
-    """Returns the operator's section of ops.py, which registers it."""
-    name = operator.name
-    module = f"{name}_functions"
-    derivatives = [f"{part}={module}.{name}_{part}" for part in ("setup_context", "backward", "plain")]
-    none = ["backward=WRITES" if operator.written else "backward=NOT_DIFFERENTIABLE"]
-    registered = {name: [*(derivatives if operator.grads else none), "nested=NONE"]}
-    registered |= {f"{name}.out": ["backward=WRITES"]} if operator.has_out else {}
-    registered |= {f"{name}_backward": ["backward=NO_SECOND"]} if operator.grads else {}
+def entry(name: str, functions: Collection[str], underived: str = "WRITES") -> str:
+    """Returns an op's section of ops.py, which registers its operators. `functions` has the names in the op's module.
+    `underived` is the mark of an op without a derivative."""
     text = f"# ---- {name} ----\n\n"
-    for op, others in registered.items():
-        parts = [f'"{op}"', f"fake={module}.{op.replace('.', '_')}_fake", *others, "sharding=NONE"]
-        text += "register(\n" + body(f"{part}," for part in parts) + ")\n"
+    # For each operator that there may be: its derivative, and the mark in place of a derivative that is not there.
+    operators = {name: (f"{name}_backward", underived), f"{name}.out": (f"{name}_out_backward", "WRITES")}
+    operators |= {f"{name}_backward": (f"{name}_second", "NO_SECOND")}
+    for op, (derivative, mark) in operators.items():
+        start, parts = op.replace(".", "_"), [f'"{op}"']
+        given = {"fake": f"{start}_fake", "setup_context": f"{start}_setup_context", "backward": derivative}
+        for part, function in (given | {"plain": f"{start}_plain"}).items():
+            if function in functions:
+                parts.append(f"{part}={name}_functions.{function}")
+            elif part == "backward":
+                parts.append(f"backward={mark}")
+        parts += ["nested=NONE"] * (op == name) + ["sharding=NONE"]
+        text += "register(\n" + body(f"{part}," for part in parts) + ")\n" if given["fake"] in functions else ""
     return text
 
 
@@ -279,7 +269,7 @@ def reference(operator: Operator) -> str:
 def stub(operator: Operator) -> str:
     """Returns the text for _ops.pyi: the types of the op's functions if they have no-grad overloads, else nothing."""
     text = ""
-    for each in launches(operator) if operator.grads else []:
+    for each in operator.launches if operator.grads else []:
         parameters = _typed(each.arguments)
         for place in reversed(range(len(parameters))):  # by position, a default before an argument without one is none
             if each.arguments[place].default is None:
@@ -299,5 +289,5 @@ def documents(operator: Operator) -> tuple[str, str]:
     row = f"| [`{call}`](#{name}) | {text.splitlines()[0]} | {order} |\n"
     text = re.sub(r"(?m)^(\w+):$", r"**\1**\n", text)
     text = re.sub(r"(?m)^ {4}(\w+): ", r"* `\1`: ", text).replace("    ", "")
-    schemas = "".join(f"extension_cpp::{schema_of(each)}\n" for each in operators_of(operator))
+    schemas = "".join(f"extension_cpp::{each.schema}\n" for each in operator.registered)
     return row, f"## {name}\n\n`{call}`\n\n{text}\n```text\n{schemas}```\n"

@@ -3,22 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .generate import (
-    NAMED_DTYPES,
-    NUMBER_TYPES,
-    checks,
-    checks_of_gradients,
-    checks_of_memory,
-    known_sizes,
-    launches,
-    lines,
-    operators_of,
-    overload,
-    resolved,
-    schema_of,
-    sizes,
-)
-from .roles import DTYPES
+from .generate import NAMED_DTYPES, checks, checks_of_gradients, checks_of_memory, known_sizes, lines, resolved, sizes
+from .roles import DTYPES, NUMBER_TYPES
 from .schema import Argument, Operator
 from .shapes import Part
 
@@ -196,8 +182,8 @@ def _function(operator: Operator) -> str:
 
 def _with_out(operator: Operator) -> str:
     """Returns the functions of an operator with an overload .out: one computes into given tensors, and two call it."""
-    parameters, with_outs = _parameters(operator.arguments), _parameters(overload(operator).arguments)
-    given = ", ".join(each.name for each in overload(operator).arguments)
+    parameters, with_outs = _parameters(operator.arguments), _parameters(operator.overload.arguments)
+    given = ", ".join(each.name for each in operator.overload.arguments)
     text = f"static void compute(const Match &match, {with_outs}) {{\n"
     text += f'  const char *op = "{operator.name}";\n  const dtype_t dtype = match.dtype();\n'
     text += _call(operator, "return;") + "}\n\n"
@@ -235,13 +221,13 @@ def shim(operator: Operator) -> str:
     text = f"// {name}: schemas, checks, allocation and registration. {name}.h has the kernels' contract.\n"
     text += f'#include "{name}/{name}.h"\n\n#include "common/shim/fields.h"\n\n'
     text += f"namespace extension_cpp::{name} {{\n\n"
-    text += "".join(f"{_function(each)}\n" for each in launches(operator))
+    text += "".join(f"{_function(each)}\n" for each in operator.launches)
     defined, implemented = "", ""
-    for each in operators_of(operator):
+    for each in operator.registered:
         is_out = each.name.endswith(".out")  # the overload has no Autograd kernel, so that it needs none without one
         function = "forward_out" if is_out else each.direction
         suffix = "_WITH_NO_GRAD" if operator.grads and not is_out else ""
-        defined += f'  DEF{suffix}(m, "{schema_of(each)}", &{function});\n'
+        defined += f'  DEF{suffix}(m, "{each.schema}", &{function});\n'
         implemented += f'  impl{suffix.lower()}(m, "{each.name}", TORCH_BOX(&{function}));\n'
     text += f"STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {{\n{defined}}}\n\n"
     text += f"REGISTER_KERNELS(m) {{\n{implemented}}}\n\n"

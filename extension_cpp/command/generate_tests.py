@@ -47,8 +47,6 @@ def _fields(operator: Operator, options: list[Argument]) -> dict[str, Any]:
     dtypes = [f"torch.{dtype}" if dtype.startswith("float") else "None" for dtype in found]
     return {
         "name": f'"{name}"',
-        "function": f"extension_cpp.{name}",
-        "reference": f"extension_cpp.reference.{name}",
         "sample_inputs": "sample_inputs",
         "error_inputs": "error_inputs",
         "bench": f"Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward={backward})",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import LIBRARY
-from .errors import CannotMake
+from .errors import CannotMake, require
 
 OLDEST_GPU = (7, 5)
 # The oldest NVIDIA driver that runs programs of a major CUDA version.
@@ -161,11 +161,6 @@ def ask_library(question: str, *arguments: Any) -> str:
     return function(*arguments).decode()
 
 
-def ask_library_number(question: str) -> int:
-    """Calls the library's C function extension_cpp_<question>, which takes no arguments and returns a number."""
-    return int(getattr(ctypes.CDLL(str(LIBRARY)), f"extension_cpp_{question}")())
-
-
 def read_build() -> Build:
     """Returns what the library was built for, as the loaded library says it."""
     return parse_build(ask_library("build_info"))
@@ -238,14 +233,10 @@ def schemas() -> list[str]:
     import torch
 
     from .._namespace import NAMESPACE
-    from ..registration.calls import own_ops, without_suffix
+    from ..registration.calls import without_suffix
 
-    found = set()
-    for qualified in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = qualified.partition("::")
-        if namespace == NAMESPACE and name == without_suffix(name):
-            packet = getattr(own_ops, name.split(".")[0])
-            found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NAMESPACE}::")}
+    found = [str(torch._C._get_schema(*name.partition(".")[::2])) for name in names if name == without_suffix(name)]
     return sorted(re.sub(r"(?<==)\d+\.\d*(e[-+]\d+)?", lambda number: repr(float(number[0])), each) for each in found)
 
 
@@ -267,11 +258,9 @@ def print_plan(options: argparse.Namespace) -> None:
     """Prints the plan of a norm's kernel on an H100, with one number per line."""
     op, dtype, shape = options.plan
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
-    if op not in NORMS:
-        raise CannotMake(f"expected OP to be one of {', '.join(NORMS)}, but got '{op}'")
+    require(op in NORMS, f"expected OP to be one of {', '.join(NORMS)}, but got '{op}'")
     for name in (dtype, options.weights or dtype):
-        if name not in DTYPES:
-            raise CannotMake(f"expected DTYPE to be one of {', '.join(DTYPES)}, but got '{name}'")
+        require(name in DTYPES, f"expected DTYPE to be one of {', '.join(DTYPES)}, but got '{name}'")
     if match is None:
         raise CannotMake(f"expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
     rows, cols, step = int(match[1]), int(match[2]), "backward" if options.backward else "forward"
@@ -304,8 +293,7 @@ def run(options: argparse.Namespace) -> int:
     With --plan, prints the plan instead."""
     from .. import __version__, load_error  # this module may be imported before the package has completed them
 
-    if (options.backward or options.weights) and not options.plan:
-        raise CannotMake("--backward and --weights go with --plan")
+    require(options.plan or not (options.backward or options.weights), "--backward and --weights go with --plan")
     if options.plan and load_error is None:
         print_plan(options)
         return 0

@@ -121,9 +121,8 @@ def run_elsewhere(options: argparse.Namespace) -> int | None:
     root, name = found
     if root.samefile(tree.TREE):
         return None
-    has_command = (root / name / "command" / Path(__file__).name).exists()
-    lacks = f"the package {name} in {root} has no command of its own"
-    require(has_command, f"{lacks}; 'new-package --update {root}' brings it")
+    lacks = f"the package {name} in {root} has no command of its own; 'new-package --update {root}' brings it"
+    require((root / name / "command" / Path(__file__).name).exists(), lacks)
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [sys.executable, "-m", name, *options.words, "--in", str(root)]
     return subprocess.run(words, cwd=root, env=os.environ | {"PYTHONPATH": path}).returncode
@@ -167,20 +166,22 @@ def from_schema(operator: Operator) -> Addition:
     name, folder = operator.name, f"extension_cpp/csrc/{operator.name}/{operator.name}"
     tree.check_identifier("op", name.removesuffix("_"))
     row, section = generate_python.documents(operator)
+    functional = generate_python.functional(operator)
+    underived = "WRITES" if operator.written else "NOT_DIFFERENTIABLE"
     files = {
         f"{folder}.h": generate.header(operator),
         f"{folder}.cpp": generate_shim.shim(operator),
         f"{folder}_cpu.c": generate.cpu(operator),
         f"{folder}_cpu_kernel.h": generate.cpu_kernel(operator),
         f"{folder}_cuda.cu": generate.cuda(operator),
-        f"extension_cpp/functional/{name}.py": generate_python.functional(operator),
+        f"extension_cpp/functional/{name}.py": functional,
         f"tests/specs/{name}.py": generate_tests.spec(operator),
         f"tests/test_{name}.py": generate_tests.test(operator),
     }
     return Addition(
         name,
         files,
-        entry=generate_python.entry(operator),
+        entry=generate_python.entry(name, tree.top_level_names(functional), underived),
         reference=generate_python.reference(operator),
         stub=generate_python.stub(operator),
         row=row,

@@ -25,6 +25,7 @@ DTYPES = {
     "uint8": ("uint8_t", "ScalarType::Byte"),
     "bool": ("bool", "ScalarType::Bool"),
 }
+NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}  # the C types of numbers
 MOST = 16  # the most values of a list of numbers, which kernels get in an array of their argument struct
 VECTORS = ("weight", "bias", "gamma", "beta", "scale")  # a tensor of such a name has one element for each column
 MASK, INDEX = re.compile(r"(.*_)?mask"), re.compile(r"(.*_)?(index|indices|ids?|target)")
@@ -70,7 +71,7 @@ def describe(operator: Operator, options: argparse.Namespace) -> None:
     operator.grads = options.grad or []
     operator.saved = names if options.save is None else options.save
     _check_names(operator)
-    _check_roles_of_lists(operator)
+    _check_lists(operator)
     _check_gradients(operator)
     for number, result in enumerate(results.values()):
         _check_shape(result.shape, operator, f"the shape of {result.name}", [*results][:number])
@@ -121,17 +122,14 @@ def _give_role(tensor: Argument, role: str, before: list[str]) -> None:
 def _check_supported(operator: Operator) -> None:
     arguments, tensors = operator.arguments, [*operator.operands.values()]
     for each in arguments:
-        is_tensor_by_keyword = each.keyword_only and each.is_tensor
-        message = f"expected {each.name} before the *, because autograd takes tensors only by position"
-        require(not is_tensor_by_keyword, message)
-        is_optional_list = each.is_list and each.is_tensor and each.is_optional
-        message = f"{each.name} is {each.kind}: of lists of tensors `new --schema` writes Tensor[] alone"
-        require(not is_optional_list, message)
+        if each.keyword_only and each.is_tensor:
+            raise CannotMake(f"expected {each.name} before the *, because autograd takes tensors only by position")
+        if each.is_list and each.is_tensor and each.is_optional:
+            raise CannotMake(f"{each.name} is {each.kind}: of lists of tensors `new --schema` writes Tensor[] alone")
         fits = not each.is_list or 0 < int(each.length or MOST) <= MOST
         require(fits, f"expected {each.name} to have at most {MOST} values, but got {each.kind}")
     if operator.has_out and (operator.has_lists or operator.written):
         raise CannotMake("expected the overload .out of an operator without lists of tensors that writes no argument")
-    _check_lists(operator)
     if operator.has_out and "out" in [each.name for each in arguments]:
         raise CannotMake("expected another name than out, which Python gives to the tensors of the overload .out")
     require(tensors and not tensors[0].is_optional, "expected a first tensor that is not optional")
@@ -139,19 +137,6 @@ def _check_supported(operator: Operator) -> None:
     require(bool(operator.written) != bool(operator.results), message)
     taken = [each.name for each in arguments if each.name in operator.results]
     require(not taken, f"expected names for the results that no argument has, but got {min(taken, default='')}")
-
-
-def _check_lists(operator: Operator) -> None:
-    """Raises CannotMake for lists that do not fit one kernel launch for each index. The launch for index i reads and
-    writes only the tensors at index i of all lists."""
-    if not operator.has_lists:
-        return
-    is_first = [each.is_list for each in operator.operands.values()][:1] == [True]
-    require(is_first, "expected a list as the first tensor, because the others have its length")
-    fits = all(each.is_list for each in operator.results.values())
-    require(fits, "expected results of Tensor[], one tensor for each of the list")
-    for each in operator.written:
-        require(each.is_list, f"expected {each.name} to be a list, because each of the launches would write it")
 
 
 # Names that the generated files use for variables of their own, in scopes where arguments and results are variables.
@@ -177,9 +162,17 @@ def _check_names(operator: Operator) -> None:
     require(twice is None, f"{expected}, but '{twice}' would stand for two things")
 
 
-def _check_roles_of_lists(operator: Operator) -> None:
+def _check_lists(operator: Operator) -> None:
+    """Raises CannotMake for lists that do not fit one kernel launch for each index. The launch for index i reads and
+    writes only the tensors at index i of all lists."""
     if not operator.has_lists:
         return
+    is_first = operator.operands[operator.first].is_list
+    require(is_first, "expected a list as the first tensor, because the others have its length")
+    fits = all(each.is_list for each in operator.results.values())
+    require(fits, "expected results of Tensor[], one tensor for each of the list")
+    for each in operator.written:
+        require(each.is_list, f"expected {each.name} to be a list, because each of the launches would write it")
     require(operator.work == "flat", f"expected --work flat with lists, but got {operator.work}")
     lists = [each.name for each in operator.operands.values() if each.is_list]
     for each in operator.operands.values():

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 
-from . import new, tree
+from . import generate_python, new, tree
 from .errors import require
 from .tree import Addition, Plan
 
@@ -37,45 +37,47 @@ def check_module(what: str, name: str) -> None:
     require(not hasattr(ctypes.CDLL(None), name), f"{expected}, but C has a function '{name}'")
 
 
+def template_texts(kind: str) -> dict[str, str]:
+    """Returns the texts of a template's files, by their place in its folder."""
+    folder = tree.TREE / "templates" / kind
+    paths = sorted([*folder.glob("*"), *folder.glob("kernel_template/*")])
+    return {str(path.relative_to(folder)): path.read_text() for path in paths if path.is_file()}
+
+
 def from_template(kind: str, name: str) -> Addition:
     """Makes an op from a template, under the name `name`. The op works without further edits."""
     tree.check_identifier("op", name)
-    template = tree.TREE / "templates" / kind
-    texts = {path.name: path.read_text() for path in template.iterdir() if path.is_file()}
-    named_texts = {file: PLACEHOLDER.sub(name, text) for file, text in texts.items()}
+    texts = template_texts(kind)
+    functions = tree.top_level_names(texts["functional_template.py"])
+    named = {PLACEHOLDER.sub(name, place): PLACEHOLDER.sub(name, text) for place, text in texts.items()}
 
-    def section(file: str, start: str) -> str:
-        """Returns the text of a file from the line that begins with `start` on."""
-        text = named_texts[file]
-        return text[text.index(f"\n{start}") :].strip("\n") + "\n"
+    def definitions(place: str) -> str:
+        """Returns the text of a file from its first function on."""
+        return named[place][named[place].index("\ndef ") :].strip("\n") + "\n"
 
-    files = {
-        f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": PLACEHOLDER.sub(name, path.read_text())
-        for path in sorted((template / "kernel_template").iterdir())
-    }
-    files[f"extension_cpp/functional/{name}.py"] = named_texts["functional_template.py"]
-    files[f"tests/specs/{name}.py"] = named_texts["spec_template.py"]
-    files[f"tests/test_{name}.py"] = named_texts["test_template.py"]
+    files = {f"extension_cpp/csrc/{place}": text for place, text in named.items() if place.startswith(f"{name}/")}
+    files[f"extension_cpp/functional/{name}.py"] = named["functional_template.py"]
+    files[f"tests/specs/{name}.py"] = named["spec_template.py"]
+    files[f"tests/test_{name}.py"] = named["test_template.py"]
     # The row of the table in docs/ops.md and the op's section there. `make docs` writes the same text.
-    row, page = named_texts["docs_template.md"].split("\n\n", 1)
+    row, page = named["docs_template.md"].split("\n\n", 1)
     return Addition(
         name,
         files,
-        entry=section("ops_template.py", "# ---- "),
-        reference=section("reference_template.py", "def "),
+        entry=PLACEHOLDER.sub(name, generate_python.entry("kernel_template", functions)),
+        reference=definitions("reference_template.py"),
         # only differentiable operators are in _ops.pyi
-        stub=section("stub_template.pyi", "def ") if "stub_template.pyi" in texts else "",
+        stub=definitions("stub_template.pyi") if "stub_template.pyi" in texts else "",
         row=row + "\n",
         section=page,
-        own=tree.top_level_names(texts["functional_template.py"]) - {"kernel_template"},
+        own=functions - {"kernel_template"},
     )
 
 
 def new_example(name: str) -> None:
     """Writes the template "accessor", which is a separate example and not an op of the library, into examples/."""
     tree.check_identifier("example", name)
-    template = tree.TREE / "templates" / "accessor"
-    texts = {path.name: path.read_text() for path in sorted(template.iterdir()) if path.is_file()}
+    texts = template_texts("accessor")
     symbols = tree.top_level_names(texts["ops_template.py"])
     tree.check_free(Addition(name), tree.sources())
     # The example's test imports the file <name>.py. The name must not hide another module, or be used in that file.

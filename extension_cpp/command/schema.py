@@ -6,7 +6,7 @@ topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import CannotMake, require
@@ -24,8 +24,7 @@ C_KEYWORDS = re.findall(
     """,
 )
 # The types, each with the Python types of its defaults.
-TYPES: dict[str, tuple[type, ...]]
-TYPES = {"Tensor": (), "int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
+TYPES: dict[str, list[type]] = {"Tensor": [], "int": [int], "SymInt": [int], "float": [int, float], "bool": [bool]}
 DIFFERENTIABLE = ("same", "float64", "float32")  # dtypes
 NAME = r"[A-Za-z_]\w*"
 WRITTEN = r"\(\w+!\)"  # the (a!) of a tensor that is written
@@ -173,6 +172,69 @@ class Operator:
         if self.keyword_only or outs:
             found.insert(len(self.arguments) - len(self.keyword_only), "*")
         return ", ".join([*found, *outs])
+
+    @property
+    def schema(self) -> str:
+        letters = iter("abcdefghijklmnop")
+        arguments = [
+            each.text.replace("(!)", f"({next(letters)}!)") if each.is_written else each.text for each in self.arguments
+        ]
+        named = [f"Tensor{'[]' * each.is_list} {each.name}" for each in self.results.values()]
+        results = named[0].split()[0] if len(named) == 1 else f"({', '.join(named)})"
+        return f"{self.name}({self.listed(arguments)}) -> {results}"
+
+    # ---- backward and the overload .out, as operators of their own ----
+
+    @property
+    def launches(self) -> list["Operator"]:
+        """Returns the operators that have kernels: the operator and, if it is differentiable, its backward."""
+        return [self, self.backward] if self.grads else [self]
+
+    @property
+    def registered(self) -> list["Operator"]:
+        """Returns the operators that have a schema, in the order of `make docs`."""
+        return [self, *([self.overload] if self.has_out else []), *self.launches[1:]]
+
+    @property
+    def overload(self) -> "Operator":
+        """Returns the overload .out, which has the results as arguments."""
+        outs = [replace(each, keyword_only=True) for each in self.results.values()]
+        return Operator(f"{self.name}.out", [*self.arguments, *outs], {})
+
+    @property
+    def backward(self) -> "Operator":
+        """Returns the backward. Its arguments are the gradients of the results, what is saved, the sizes of other
+        tensors with a gradient, and numbers."""
+        arguments = []
+        for each in self.differentiable_results:
+            shape = f"like {each.name}" if each.name in self.saved else ""
+            arguments.append(Argument(f"grad_{each.name}", dtype=each.dtype, shape=shape))
+        arguments += [self._saved(name) for name in self.saved]
+        for name in self.sizes_of:
+            arguments.append(Argument(f"{name}_sizes", "SymInt", self.operands[name].is_optional, is_list=True))
+        arguments += [replace(each, default=None, keyword_only=False) for each in self.numbers]
+        results = {}
+        for each in (self.operands[name] for name in self.grads):
+            grad = Argument(f"grad_{each.name}", is_optional=each.is_optional, dtype=each.dtype, shape=each.name)
+            results[grad.name] = grad
+        return Operator(f"{self.name}_backward", arguments, results, of=self)
+
+    def _saved(self, name: str) -> Argument:
+        """Returns a saved tensor as an argument of backward.
+
+        Its pattern "like x" may name a tensor x that backward does not get. If a result has the shape of x, the pattern
+        names the gradient of that result instead.
+        """
+        if name in self.results:
+            like = self.results[name].shape
+            return replace(self.results[name], shape=f"like {like}" if like in self.saved else "", is_written=False)
+        tensor = self.operands[name]
+        shape = tensor.shape
+        relation, _, of = shape.rpartition(" ")
+        if relation in ("like", "broadcasts to") and of not in self.saved:
+            alike = [each.name for each in self.differentiable_results if each.shape == of]
+            shape = f"{relation} grad_{alike[-1]}" if alike else ""
+        return replace(tensor, shape=shape, below="", default=None)
 
 
 class _Reader:

@@ -13,7 +13,7 @@ import subprocess
 import symtable
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,16 +72,15 @@ def tree_of(folder: Path) -> tuple[Path, str] | None:
 def check_identifier(what: str, name: str) -> None:
     """Refuses a name that C, C++ or Python does not allow, or that breaks the package's naming rules."""
     require(name, f"expected a name for the {what}, but got an empty one")
-    got = f"but got {len(name)}"
-    require(len(name) <= LONGEST, f"expected a name of at most {LONGEST} characters for the {what}, {got}")
+    length = len(name)
+    require(length <= LONGEST, f"expected a name of at most {LONGEST} characters for the {what}, but got {length}")
     require(
         re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name),
         f"expected the {what}'s name to be lower-case letters from a to z and digits, a letter first, words joined by "
         f"single underscores, but got {name!r}",
     )
-    is_keyword = name in C_KEYWORDS or keyword.iskeyword(name)
-    expected = f"expected a name that is free for the {what}"
-    require(not is_keyword, f"{expected}, but '{name}' is a keyword of C, C++ or Python")
+    if name in C_KEYWORDS or keyword.iskeyword(name):
+        raise CannotMake(f"expected a name that is free for the {what}, but '{name}' is a keyword of C, C++ or Python")
 
 
 def top_level_names(text: str) -> set[str]:
@@ -136,25 +135,14 @@ def with_entry(text: str, name: str, entry: str) -> str:
     listed = re.search(r"^__all__ = \[.*\n(?: .*\n)*", text, re.MULTILINE)
     if listed is None:
         raise CannotMake("extension_cpp/ops.py has no __all__")
+    require("from .registration.entries" in text, "extension_cpp/ops.py imports nothing from .registration.entries")
     text = f'{text[: listed.end()]}    "{name}",\n{text[listed.end() :]}\n{entry}'
     imports = re.findall(r"^from \.functional.*\n", text, re.MULTILINE)
-    before = "".join(imports) + "from .registration.entries"
-    return text.replace(before, "".join(sorted(imports + imports_of(name))) + "from .registration.entries", 1)
-
-
-def with_marks(text: str, marks: Iterable[str] = ()) -> str:
-    """Imports into ops.py those names of registration/entries.py that it uses: `register`, and marks in capitals. They
-    are among the names that ops.py imports so far, and `marks`."""
-    imported = re.search(r"^from \.registration\.entries import (?:\(([^)]*)\)|([\w, ]*).*)\n", text, re.MULTILINE)
-    if imported is None:
-        raise CannotMake("extension_cpp/ops.py imports nothing from .registration.entries")
-    rest = text[: imported.start()] + text[imported.end() :]
-    used = {*re.findall(r"\w+", imported[1] or imported[2]), *marks} & {*re.findall(r"\w+", rest)}
-    ordered = sorted(used or {"register"}, key=lambda name: (not name.isupper(), name.lower()))
-    line = f"from .registration.entries import {', '.join(ordered)}\n"
-    if len(line) > 121:
-        line = "from .registration.entries import (\n" + "".join(f"    {name},\n" for name in ordered) + ")\n"
-    return text[: imported.start()] + line + text[imported.end() :]
+    added = sorted(imports + imports_of(name))
+    # ops.py of a package of an earlier version imports only the marks that its ops use.
+    lacking = sorted({*re.findall(r"=([A-Z_]+),", entry)} - {*re.findall(r"\w+", text[: listed.start()])})
+    added += [f"from .registration.entries import {', '.join(lacking)}\n"] if lacking else []
+    return text.replace("".join(imports) + "from .reg", "".join(added) + "from .reg", 1)
 
 
 def with_row(text: str, row: str) -> str:
@@ -173,11 +161,10 @@ def with_count(text: str, more: int) -> str:
 def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
     """Returns the EDITED files of these texts with one more op."""
     ops, table, stub, page, readme = EDITED
-    marks = re.findall(r"=([A-Z][A-Z0-9_]+),", op.entry)
     reference = texts[table] + "\n\n"
     sections, modules, after = texts[page].partition("\n## Modules\n")  # a package's page has no modules
     changed = {
-        ops: with_marks(with_entry(texts[ops], op.name, op.entry), marks),
+        ops: with_entry(texts[ops], op.name, op.entry),
         table: reference + op.reference.replace("{line}", str(reference.count("\n") + 2)),
         stub: texts[stub] + op.stub,
         page: with_row(f"{sections}\n{op.section}{modules}{after}", op.row),
@@ -204,7 +191,6 @@ def without_op(texts: dict[str, str], name: str) -> dict[str, str]:
     for place, pattern, what in passages:
         changed[place], count = re.subn(pattern, "", changed[place], flags=re.DOTALL | re.MULTILINE)
         require(count == 1, f"expected {place} to have {what} once, but found it {count} times")
-    changed[ops] = with_marks(changed[ops])
     changed[readme] = with_count(changed[readme], -1)
     return {place: text for place, text in changed.items() if text != texts[place]}
 

@@ -1,21 +1,17 @@
 import torch
 
 import extension_cpp
-from tests.judge import of_absolute_values
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
-
-
-def numbers(x, count):
-    """Returns an index of some of x's rows, in any order: some rows occur several times, and others do not."""
-    drawn = torch.randint(max(len(x), 1), (count if len(x) else 0,), generator=torch.Generator().manual_seed(0))
-    return drawn.to(x.device)
+from tests.judge import rounded_sums
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, indices_below
 
 
 def sample_inputs(make, shape):
     if len(shape) > 0:
         for count in (shape[0], 2 * shape[0] + 1):
             x = make(shape)
-            yield Sample((x, numbers(x, count)))
+            # The rows come in any order: some occur several times, and others do not.
+            index = indices_below((count if len(x) else 0,), len(x), seed=0)
+            yield Sample((x, index.to(x.device)))
 
 
 def error_inputs(device):
@@ -29,28 +25,15 @@ def error_inputs(device):
         yield ErrorSample((x, index.cpu()), f"{op} index on {x.device} like x, but got cpu")
 
 
-def bench(make, shape):
-    x = make(shape)
-    return Sample((x, numbers(x, shape[0])))
-
-
-def terms(call):
-    """Bounds the rounding errors. The result is a copy. The gradient is added in float64 and rounded once."""
-    sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
-    return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
-
-
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    bench=Bench(bench, forward=2, backward=2, by_lines=False),
+    bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward=2, by_lines=False),
     keeps_strides=False,
     launches=(1, 1),
     least_rank=1,
-    terms=terms,
+    terms=rounded_sums(extension_cpp.reference.kernel_template, 1),  # the gradient is added in float64 and rounded once
     exact=(0,),
     # With `positional`, tests/battery leaves out its test of huge tensors, which would cut x and keep `index`.
     positional=True,  # test_kernel_template.py has a test of huge tensors instead

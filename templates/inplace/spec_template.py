@@ -1,16 +1,13 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
+from tests.generated import options
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
 def sample_inputs(make, shape):
-    yield Sample((make(shape), make(shape), make(shape), 0.5))
-    yield Sample((make(shape), make(shape), make(shape), 0.25, 0.5))
-
-
-def with_options(make, shape, chosen):
-    return Sample((make(shape), make(shape), make(shape), chosen.get("lr", 0.5), chosen.get("beta", 0.9)))
+    yield Sample((make(shape), make(shape), make(shape), 0.5, 0.5))
+    yield Sample((make(shape), make(shape), make(shape), 0.25))
 
 
 def error_inputs(device):
@@ -49,8 +46,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=5, backward=0, flat=True),
@@ -60,5 +55,5 @@ SPEC = OpSpec(
     differentiable=False,
     mutates=("param", "momentum"),
     terms=terms,
-    options=Options({"lr": (0.0, 0.25), "beta": (0.0, 0.5)}, with_options),
+    options=options(extension_cpp.kernel_template, sample_inputs, {"lr": (0.0, 0.25), "beta": (0.0, 0.9)}),
 )

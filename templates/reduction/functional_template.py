@@ -43,8 +43,7 @@ def kernel_template_fake(x: Tensor, weight: Tensor | None = None, eps: float = 1
     match = Match("kernel_template")
     match("x", x, FLOATING, "[*, cols]")
     match("weight", weight, SAME, "[cols]")
-    statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
-    return x.new_empty(x.shape), x.new_empty([*x.shape[:-1], 1], dtype=statistics)
+    return x.new_empty(x.shape), x.new_empty([*x.shape[:-1], 1], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def kernel_template_backward_fake(
@@ -56,8 +55,7 @@ def kernel_template_backward_fake(
     match("weight", weight, SAME, "[cols]")
     match("grad_out", grad_out, SAME, "like x")
     checks.check_device(op, "rstd", rstd, "x", x)
-    statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
-    as_returned = rstd.dtype == statistics and rstd.is_contiguous()
+    as_returned = rstd.dtype == torch.promote_types(x.dtype, torch.float32) and rstd.is_contiguous()
     checks.check(op, as_returned, "expected rstd as the forward returned it")
     checks.check_sizes(op, rstd.shape, [*x.shape[:-1], 1], "expected rstd as the forward returned it")
     grad_weight = x.new_empty(x.shape[-1:] if needs_grad_weight else 0)
@@ -77,9 +75,8 @@ def kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Grad
         return {}
     x, weight, rstd = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    backward = _ops.kernel_template_backward
-    grad_x, grad_weight = backward(grad_out, x, weight, rstd, needs_x, needs_weight)
-    return {"x": grad_x, "weight": grad_weight}
+    grads = _ops.kernel_template_backward(grad_out, x, weight, rstd, needs_x, needs_weight)
+    return dict(zip(("x", "weight"), grads, strict=True))
 
 
 def kernel_template_plain(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import COMPUTED, Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 
@@ -46,8 +45,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: Sample((make(shape), make(shape[-1:]))), forward=2, backward=3),

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from .. import _ops, reference
 from ..registration import checks
 from ..registration.autograd import Gradients
 
@@ -52,6 +52,9 @@ def kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Ten
     _, ctx.decay = inputs
 
 
+kernel_template_backward_setup_context = kernel_template_setup_context  # its inputs are a tensor and decay, too
+
+
 def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.kernel_template_backward(grad_out, ctx.decay)}
 
@@ -62,13 +65,9 @@ def kernel_template_second(ctx: Any, grad_grad_x: Tensor) -> Gradients:
 
 
 def kernel_template_plain(x: Tensor, decay: float) -> Tensor:
-    """Computes the op in plain tensor operations, for forward-mode differentiation. Each iteration doubles the number
-    of steps in an element's sum."""
-    y, offset = x.to(torch.promote_types(x.dtype, torch.float32), copy=True), 1
-    while offset < x.shape[-1]:
-        y = y + decay**offset * torch.nn.functional.pad(y[..., :-offset], (offset, 0))
-        offset *= 2
-    return y.to(x.dtype)
+    """Computes the op in plain tensor operations, for forward-mode differentiation."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return reference.kernel_template(wide, decay).to(x.dtype)
 
 
 def kernel_template_backward_plain(grad_out: Tensor, decay: float) -> Tensor:

@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 
@@ -22,8 +21,6 @@ def error_inputs(device):
 
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: Sample((make(shape), 0.9)), forward=2, backward=2),

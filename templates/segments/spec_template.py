@@ -1,8 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.judge import of_absolute_values
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.judge import rounded_sums
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, indices_below
 
 
 def sample_inputs(make, shape):
@@ -10,8 +10,7 @@ def sample_inputs(make, shape):
         return
     x, rows = make(shape), shape[0]
     # Segments of any length, some without rows, and rows before and after all segments.
-    drawn = torch.randint(rows + 1, (rows // 3 + 2,), generator=torch.Generator().manual_seed(0))
-    yield Sample((x, drawn.sort().values.to(x.device)))
+    yield Sample((x, indices_below((rows // 3 + 2,), rows + 1, seed=0).sort().values.to(x.device)))
     yield Sample((make(shape), torch.tensor([0, rows], device=x.device)))
 
 
@@ -33,23 +32,15 @@ def bench(make, shape):
     return Sample((x, torch.arange(0, shape[0] + 4, 4).clamp(max=shape[0]).to(x.device)))
 
 
-def terms(call):
-    """Bounds the rounding errors. In both directions a result is a float64 sum that is rounded once, or a copy."""
-    sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
-    return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
-
-
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(bench, forward=1.25, backward=1.25, by_lines=False),
     keeps_strides=False,
     launches=(1, 1),
     least_rank=1,
-    terms=terms,
+    terms=rounded_sums(extension_cpp.reference.kernel_template, 1),  # a float64 sum that is rounded once, or a copy
     # With `positional`, tests/battery leaves out its test of huge tensors, which would cut x and keep `offsets`.
     positional=True,  # test_kernel_template.py has a test of huge tensors instead
 )

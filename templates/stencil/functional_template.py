@@ -55,11 +55,7 @@ def kernel_template_backward_fake(
 def kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     x, weight = ctx.saved_tensors
     grads = _ops.kernel_template_backward(grad_out, x, weight, *ctx.needs_input_grad)
-    return {
-        name: grad
-        for name, grad, needed in zip(("x", "weight", "bias"), grads, ctx.needs_input_grad, strict=True)
-        if needed
-    }
+    return dict(zip(("x", "weight", "bias"), grads, strict=True))
 
 
 kernel_template_plain = reference.kernel_template  # for forward-mode differentiation

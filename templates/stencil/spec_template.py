@@ -37,8 +37,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward=3),

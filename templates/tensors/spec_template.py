@@ -1,8 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.judge import of_absolute_values
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.judge import rounded_sums
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 
 def sample_inputs(make, shape):
@@ -28,21 +28,13 @@ def bench(make, shape):
     return Sample(([make(shape), make(shape)], [make(shape), make(shape)]))
 
 
-def terms(call):
-    """Bounds the rounding errors. Each result and each gradient is one product, which is rounded once."""
-    sizes = of_absolute_values(SPEC.reference, call)
-    return [Terms(size, 1) for size in sizes.outputs], {i: Terms(size, 1) for i, size in enumerate(sizes.gradients)}
-
-
 SPEC = OpSpec(
     name="kernel_template",
-    function=extension_cpp.kernel_template,
-    reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(bench, forward=6, backward=10, flat=True),
     keeps_strides=True,
     launches=(1, 1),
     lists=("xs", "ys"),
-    terms=terms,
+    terms=rounded_sums(extension_cpp.reference.kernel_template, 1),  # each is a product
 )

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs.softmax import product
 
@@ -179,8 +178,6 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="cross_entropy",
     options=Options({"weight": (True,), **LOSS_OPTIONS}, with_options),
-    function=extension_cpp.cross_entropy,
-    reference=extension_cpp.reference.cross_entropy,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

@@ -1,8 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.judge import of_absolute_values
-from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
+from tests.judge import rounded_sums
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample
 
 
 def sample_inputs(make, shape):
@@ -28,11 +28,6 @@ def error_inputs(device):
     yield ErrorSample((x[0, 0], 1), f"{op} dim in [-1, 0], but got 1")
 
 
-def terms(call):
-    size = of_absolute_values(extension_cpp.reference.cumsum, call)
-    return [Terms(size.outputs[0], 8)], {0: Terms(size.gradients[0], 8)}
-
-
 def with_options(make, shape, chosen):
     options = {"dim": -1, **chosen}
     return Sample((make(shape), options.pop("dim")), options)
@@ -41,13 +36,11 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="cumsum",
     options=Options({"dim": (0,), "exclusive": (True,), "reverse": (True,)}, with_options),
-    function=extension_cpp.cumsum,
-    reference=extension_cpp.reference.cumsum,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=2, backward=2, operations=(1, 1)),
     keeps_strides=True,
-    terms=terms,
+    terms=rounded_sums(extension_cpp.reference.cumsum, 8),
     launches=(1, 1),
     variants={"columns": Bench(lambda make, shape: Sample((make(shape), 0)), forward=2, backward=2)},
 )

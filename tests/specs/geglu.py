@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 from tests.specs.gelu import c_of_derivative, gelu_terms
 
@@ -46,8 +45,6 @@ def stock(gate, up, approximate="none"):
 
 SPEC = OpSpec(
     name="geglu",
-    function=extension_cpp.geglu,
-    reference=extension_cpp.reference.geglu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

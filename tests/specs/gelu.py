@@ -2,7 +2,6 @@ import math
 
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
@@ -56,8 +55,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="gelu",
-    function=extension_cpp.gelu,
-    reference=extension_cpp.reference.gelu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

@@ -2,7 +2,6 @@ import math
 
 import torch
 
-import extension_cpp
 from tests.judge import LARGE, zero_for_nan
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
@@ -111,8 +110,6 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="layer_norm",
     options=Options({"normalized_shape": (True,), "weight": (True,), "bias": (True,), "eps": (0.5,)}, with_options),
-    function=extension_cpp.layer_norm,
-    reference=extension_cpp.reference.layer_norm,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.judge import LARGE
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs.cross_entropy import LOSS_OPTIONS, class_weight, loss_terms, targets
@@ -89,8 +88,6 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="linear_cross_entropy",
     options=Options({"linear_bias": (True,), "weight": (True,), **LOSS_OPTIONS}, with_options),
-    function=extension_cpp.linear_cross_entropy,
-    reference=extension_cpp.reference.linear_cross_entropy,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests import loops
 from tests.judge import of_absolute_values, run_with
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
@@ -113,8 +112,6 @@ SPEC = OpSpec(
         },
         with_options,
     ),
-    function=extension_cpp.linear_recurrence,
-    reference=extension_cpp.reference.linear_recurrence,
     by_hand=loops.linear_recurrence,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,

@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
@@ -29,8 +28,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="mish",
-    function=extension_cpp.mish,
-    reference=extension_cpp.reference.mish,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, flat=True, operations=(6, 13)),

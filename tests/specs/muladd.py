@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
@@ -45,8 +44,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="muladd",
-    function=extension_cpp.muladd,
-    reference=extension_cpp.reference.muladd,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

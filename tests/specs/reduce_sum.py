@@ -50,8 +50,6 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="reduce_sum",
     options=Options({"dim": (0, -1, (1, 0)), "keepdim": (True,)}, with_options),
-    function=extension_cpp.reduce_sum,
-    reference=extension_cpp.reference.reduce_sum,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=1, backward=0, operations=(1, 0)),

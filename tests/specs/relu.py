@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
@@ -22,8 +21,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="relu",
-    function=extension_cpp.relu,
-    reference=extension_cpp.reference.relu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, flat=True, operations=(1, 1)),

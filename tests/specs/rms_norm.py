@@ -2,7 +2,6 @@ import math
 
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs.layer_norm import C, dims_of, norm_terms
 
@@ -51,8 +50,6 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="rms_norm",
     options=Options({"normalized_shape": (True,), "weight": (True,), "eps": (0.5,)}, with_options),
-    function=extension_cpp.rms_norm,
-    reference=extension_cpp.reference.rms_norm,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

@@ -125,8 +125,6 @@ SPEC = OpSpec(
         {"interleaved": (True,), "rotated": (True,), "batch": (True,), "float32": (True,)},
         with_options,
     ),
-    function=extension_cpp.rotary_embedding,
-    reference=extension_cpp.reference.rotary_embedding,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(bench_sample, forward=2, backward=2, flat=True, operations=(3, 3)),

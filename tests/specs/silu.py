@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
@@ -35,8 +34,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="silu",
-    function=extension_cpp.silu,
-    reference=extension_cpp.reference.silu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(

@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 from tests.specs.silu import silu_terms
 
@@ -40,8 +39,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="swiglu",
-    function=extension_cpp.swiglu,
-    reference=extension_cpp.reference.swiglu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     terms=terms,

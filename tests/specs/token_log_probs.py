@@ -1,6 +1,5 @@
 import torch
 
-import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 from tests.specs.cross_entropy import targets
 from tests.specs.softmax import product
@@ -53,8 +52,6 @@ def terms(call):
 
 SPEC = OpSpec(
     name="token_log_probs",
-    function=extension_cpp.token_log_probs,
-    reference=extension_cpp.reference.token_log_probs,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     bench=Bench(
