@@ -7,11 +7,9 @@ The first step's loss and gradients are compared with plain PyTorch in float32 o
 program.
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +54,22 @@ def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dic
     return gradients.errors(found, truth)
 
 
-def times(device: str, parallel: str | None, rounds: int, folder: Path) -> dict[str, Any]:
-    """Returns the seconds and the loss of each step, and the errors of the first gradients, for each of OPS."""
+def process(rank: int, processes: int, device: str, parallel: str | None, rounds: int, folder: Path) -> None:
+    """Trains with each of OPS. The first process writes the seconds and the loss of each step, and the errors of the
+    first gradients, to the folder."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    if parallel:
+        store = f"file://{folder}/rendezvous"
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)
     text = train_text.Text.of(train_text.read_text(None), SIZES[device]["context"])
     settings = train_text.Settings(device, WARM_UP + rounds, text.digest, **SIZES[device])
-    path = folder / "exact.pt"
+    path, found = folder / "exact.pt", {}
     if not path.exists():  # the single process, which comes first, writes the file
         torch.save(exact(text, settings), path)
-    found = {}
     for ops in OPS:  # one after the other, because two models of this size do not fit on a GPU
         training = train_text.Training(ops, text, settings, compiled=True, parallel=parallel)
-        truth = torch.load(path, map_location=device)
-        first = {name: asdict(error) for name, error in errors(training, truth).items()}
-        del truth
+        first = errors(training, torch.load(path, map_location=device))
         for _ in range(WARM_UP + rounds):
             training.step()
         found[ops] = {"seconds": training.seconds[WARM_UP:], "losses": training.losses, "errors": first}
@@ -76,31 +77,10 @@ def times(device: str, parallel: str | None, rounds: int, folder: Path) -> dict[
         torch._dynamo.reset()
         if device == "cuda":
             torch.cuda.empty_cache()
-    return found
-
-
-def process(rank: int, processes: int, device: str, parallel: str | None, rounds: int, folder: str) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    if parallel:
-        store = f"file://{folder}/rendezvous"
-        distributed.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)
-    found = times(device, parallel, rounds, Path(folder))
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        torch.save(found, folder / "found.pt")
     if parallel:
         distributed.destroy_process_group()
-
-
-def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
-    """Ends the program if a loss or a gradient is wrong. `beside` has the errors of the run on one process."""
-    for ops, figure in figures.items():
-        first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
-        if not beside:
-            beside.update(first)
-        if wrong := gradients.wrong(first, beside):
-            sys.exit(f"error: {place}, {ops}: {wrong}")
-        figure["gradient_error"] = gradients.largest(first)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,16 +93,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     origin = results.run(options.device)("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
     rows: list[results.Row] = []
     found = {"machine": about, "sizes": SIZES[options.device], "rows": rows}
-    beside: dict[str, gradients.Error] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    beside: dict[str, gradients.Error] = {}  # the errors of the first run
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for parallel, count in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
-            Path(folder, "rendezvous").unlink(missing_ok=True)
+            (folder / "rendezvous").unlink(missing_ok=True)
             given = (count, options.device, parallel, options.rounds, folder)
             torch.multiprocessing.start_processes(process, given, count, start_method="spawn")
-            figures = json.loads(Path(folder, "found.json").read_text())
-            place = f"{parallel or 'alone'} {count}"
-            check(place, figures, beside)
-            rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]
+            for ops, figures in torch.load(folder / "found.pt", weights_only=False).items():
+                place, first = f"{parallel or 'alone'} {count}", figures.pop("errors")
+                beside = beside or first
+                if wrong := gradients.wrong(first, beside):
+                    sys.exit(f"error: {place}, {ops}: {wrong}")
+                error = {"gradient_error": gradients.largest(first)}
+                rows.append({"place": place, "ops": ops} | origin | figures | error)
             results.write(options.path, found)  # keeps these figures if a later run fails
     finish(options.path, found, table.processes)
     return 0
