@@ -41,16 +41,6 @@ def tensors(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def copied(sample: Sample) -> Sample:
-    """Returns the sample with its floating-point tensors copied, as leaves that require grad where the originals do."""
-
-    def one(x: Any) -> Any:
-        is_copied = isinstance(x, Tensor) and x.is_floating_point()
-        return x.detach().clone().requires_grad_(x.requires_grad) if is_copied else x
-
-    return Sample(tuple(map(one, sample.args)), {name: one(x) for name, x in sample.kwargs.items()})
-
-
 class Judge:
     """Judges the contenders of one case. `other` is a second sample of the same shapes, whose numbers replace those of
     `sample` before the last call."""
@@ -77,7 +67,7 @@ class Judge:
 
         Each contender has a copy of the inputs, because some libraries write gradients or results into their inputs.
         """
-        self.copies.append(copied(self.sample))
+        self.copies.append(rule.mapped(self.sample, torch.clone))
         outputs = as_tuple(function(*self.copies[-1].args, **self.copies[-1].kwargs))
         self.outputs[name] = tuple(x.detach().clone() for x in outputs)  # an output may be one of the inputs
         outputs = tuple(x for x in outputs if x.requires_grad)
@@ -125,32 +115,28 @@ class Judge:
 
     def far_away(self, name: str, got: rule.Result) -> str | None:
         """Says which tensor of a contender's result is too far from the exact one, or returns None."""
-        lines, sums = {}, {}
+        found = {}
         for number, (what, x) in enumerate(got.tensors()):
-            if not x.is_floating_point():
-                if message := wrong(self.of_lines(x), number, self.expected.whole):
-                    return f"{what}: {message}"
-            elif self.is_sum(x):
-                sums[what] = gradients.error(x.detach(), list(self.sums(got).exact.tensors())[number][1])
-            else:
-                lines[what] = self.error(self.of_lines(x), number)
+            truth, lines = self.sums(got) if self.is_sum(x) else self.expected.whole, self.of_lines(x)
+            if x.is_floating_point():
+                found[what] = self.error(lines, number, truth)
+            elif message := wrong(lines, number, truth):
+                return f"{what}: {message}"
         most = 0.125  # half the largest error allowed; a contender with larger errors computes something else
-        beside = self.stock | {what: Error(most, most) for what in sums}
+        beside = dict.fromkeys(found, Error(most, most)) | self.stock_sums | self.stock
         if name == "eager":
-            self.stock_sums = sums
-        else:
-            beside |= self.stock_sums
+            self.stock_sums = {what: each for what, each in found.items() if what not in self.stock}
         beside = {what: Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()}
         values = (x for x in got.gradients or got.outputs if x.is_floating_point())
         eps = max((torch.finfo(x.dtype).eps for x in values), default=0.0)
         floor = max(2 * eps, 32 * torch.finfo(torch.float32).eps)  # 32: of an exponential
-        return gradients.wrong(lines | sums, beside, floor, what="")
+        return gradients.wrong(found, beside, floor, what="")
 
-    def error(self, lines: Tensor, number: int) -> Error:
-        exact = list(self.expected.whole.exact.tensors())[number][1]
-        if lines.dim() == 1:
-            return gradients.error(lines, exact)
-        return gradients.worst_line(*(x.movedim(self.dim, 0).flatten(1) for x in (lines, exact)))
+    def error(self, got: Tensor, number: int, truth: rule.Truth) -> Error:
+        exact = list(truth.exact.tensors())[number][1]
+        if got.dim() > 1:
+            got, exact = got.movedim(self.dim, 0), exact.movedim(self.dim, 0)
+        return gradients.error(got, exact, by_lines=True)
 
     @functools.cached_property
     def stock(self) -> dict[str, Error]:
@@ -164,22 +150,21 @@ class Judge:
                 with torch.no_grad():
                     found = rule.Result(as_tuple(self.eager(*sample.args, **sample.kwargs)), [])
         return {
-            what: self.error(x, number)
+            what: self.error(x, number, self.expected.whole)
             for number, (what, x) in enumerate(found.tensors())
             if x.is_floating_point() and not self.is_sum(x)
         }
 
     def is_sum(self, x: Tensor) -> bool:
         """Returns whether a result is a sum over all rows (or columns): a mean loss, or the gradient of a weight."""
-        if not self.spec.bench.by_lines:
-            return False
-        has_weights = any(each.dim() == 1 for each in leaves(self.sample))
-        return x.dim() == 0 or (x.dim() == 1 and has_weights and x.shape[0] == self.sample.args[0].shape[-1])
+        has_weights = any(each.dim() == 1 for each in leaves(self.sample)) and x.is_floating_point()
+        is_weight = has_weights and x.dim() == 1 and x.shape[0] == self.sample.args[0].shape[-1]
+        return self.spec.bench.by_lines and (x.dim() == 0 or is_weight)
 
     def of_lines(self, x: Tensor, lines: Sequence[int] | None = None) -> Tensor:
         """Returns some lines (rows, columns or tokens) of an input or a result, those of self.lines by default. A
         weight or its gradient, which has no lines, is returned as a whole."""
-        if not self.spec.bench.by_lines or x.dim() == 0 or (x.is_floating_point() and self.is_sum(x)):
+        if not self.spec.bench.by_lines or self.is_sum(x):
             return x.detach()
         index = torch.tensor(self.lines if lines is None else lines, device=x.device)
         return x.detach().index_select(self.dim, index)
@@ -187,14 +172,7 @@ class Judge:
     def call_on(self, lines: Sequence[int]) -> tuple[Sample, list[Tensor]]:
         """Returns the arguments of the call for some lines alone, and the gradients of its outputs. The gradient of a
         mean over all lines is scaled for the mean over these lines, which divides by fewer."""
-
-        def one(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.shape == (1,):  # a seed
-                return x
-            return self.of_lines(x, lines).requires_grad_(x.requires_grad)
-
-        args, kwargs = self.sample.args, self.sample.kwargs
-        sample = Sample(tuple(map(one, args)), {name: one(x) for name, x in kwargs.items()})
+        sample = rule.mapped(self.sample, lambda x: x if x.shape == (1,) else self.of_lines(x, lines))  # (1,): a seed
         share = len(lines) / self.count
         return sample, [self.of_lines(grad, lines) * (share if grad.dim() == 0 else 1) for grad, _ in self.grads]
 
@@ -236,15 +214,14 @@ class Judge:
         """Adds to `before` the sums over the lines of one more chunk. `share` is the chunk's share of all lines."""
         exact, sizes = [], []
         for number, ((_, x), term) in enumerate(zip(truth.exact.tensors(), truth.known_terms, strict=True)):
-            if x.dim() == 0:  # the mean over the lines of the chunk
-                x = x * share
-                term = Terms(term.size * share, term.c, term.saved * share, term.rounded * share)
+            part = share if x.dim() == 0 else 1.0  # of a mean over the lines of the chunk
+            sums: list[Any] = [part * each for each in (x, term.size, term.saved, term.rounded)]
             if before is not None and self.is_sum(x):
                 old = before.known_terms[number]
-                x = x + list(before.exact.tensors())[number][1]
-                term = Terms(old.size + term.size, term.c, old.saved + term.saved, old.rounded + term.rounded)
-            exact.append(x)
-            sizes.append(term)
+                already = list(before.exact.tensors())[number][1], old.size, old.saved, old.rounded
+                sums = [each + other for each, other in zip(sums, already, strict=True)]
+            exact.append(sums[0])
+            sizes.append(Terms(sums[1], term.c, *sums[2:]))
         outputs = len(truth.exact.outputs)
         return rule.Truth(rule.Result(tuple(exact[:outputs]), exact[outputs:]), lambda: sizes, truth.keep_saved)
 

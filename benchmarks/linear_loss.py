@@ -41,9 +41,7 @@ def eager_float32(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
+    loss: Tensor = peers.liger("fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction", x, weight, target)[0]
     return loss
 
 
@@ -52,17 +50,15 @@ def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor
     return value.detach(), *torch.autograd.grad(value, (x, weight))
 
 
-def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, ...]:
     """Returns the loss and its gradients in float64, computed for some rows at a time."""
-    wide, total = weight.detach().double().requires_grad_(), x.new_zeros((), dtype=torch.float64)
-    grads_x, grad_weight = [], torch.zeros_like(wide)
-    for rows, classes in zip(x.detach().split(ROWS), target.split(ROWS), strict=True):
-        part = rows.double().requires_grad_()
-        loss = torch.nn.functional.cross_entropy(part @ wide.t(), classes, reduction="sum") / len(x)
-        grad_x, grad = torch.autograd.grad(loss, (part, wide))
-        total, grad_weight = total + loss.detach(), grad_weight.add_(grad)
-        grads_x.append(grad_x)
-    return total, torch.cat(grads_x), grad_weight
+    x, weight = (each.detach().double().requires_grad_() for each in (x, weight))
+    total = torch.zeros_like(x[0, 0])
+    for rows in torch.arange(len(x), device=x.device).split(ROWS):
+        loss = eager(x[rows], weight, target[rows]) * (len(rows) / len(x))
+        loss.backward()
+        total += loss.detach()
+    return total, x.grad, weight.grad
 
 
 class Judge:
@@ -79,10 +75,8 @@ class Judge:
 
     def judge(self, name: str, result: Any) -> None:
         if name != "products":
-            (loss, *grads), (exact_loss, *exact_grads) = result, self.exact
-            found = map(gradients.worst_line, grads, exact_grads)
-            errors = (gradients.error(loss, exact_loss), *found)
-            self.errors[name] = dict(zip(("loss", "x", "weight"), errors, strict=True))
+            pairs = zip(("loss", "x", "weight"), result, self.exact, strict=True)
+            self.errors[name] = {what: gradients.error(got, exact, by_lines=True) for what, got, exact in pairs}
 
     def stop_if_wrong(self) -> None:
         wrong = {name: gradients.wrong(each, self.errors["eager"]) for name, each in self.errors.items()}

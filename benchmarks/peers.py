@@ -43,7 +43,7 @@ def _of(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _liger(path: str, *arguments: Any) -> Any:
+def liger(path: str, *arguments: Any) -> Any:
     return _of(f"liger_kernel.ops.{path}").apply(*arguments)
 
 
@@ -69,18 +69,18 @@ def _eps(eps: float | None) -> float:
 # Each peer is called with the op's arguments, in their order.
 PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {
-        "liger": lambda x, shape, weight, bias, eps=1e-5: _liger(
+        "liger": lambda x, shape, weight, bias, eps=1e-5: liger(
             "layer_norm.LigerLayerNormFunction", x, weight, bias, eps
         ),
     },
     "rms_norm": {
-        "liger": lambda x, shape, weight, eps=None: _liger(
+        "liger": lambda x, shape, weight, eps=None: liger(
             "rms_norm.LigerRMSNormFunction", x, weight, _eps(eps), 0.0, "gemma", False
         ),
         "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=_eps(eps)),
     },
     "add_rms_norm_p0": {
-        "liger": lambda x, residual, shape, weight, eps, p, seed: _liger(
+        "liger": lambda x, residual, shape, weight, eps, p, seed: liger(
             "fused_add_rms_norm.LigerFusedAddRMSNormFunction", x, residual, weight, _eps(eps), 0.0, "gemma", False
         ),
         "quack": lambda x, residual, shape, weight, eps, p, seed: _of("quack.rmsnorm")(
@@ -88,15 +88,15 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
         ),
     },
     "softmax": {
-        "liger": lambda x: _liger("softmax.LigerSoftmaxFunction", x),
+        "liger": lambda x: liger("softmax.LigerSoftmaxFunction", x),
         "quack": lambda x: _of("quack.softmax.softmax")(x),
     },
-    "swiglu": {"liger": lambda gate, up: _liger("swiglu.LigerSiLUMulFunction", gate, up)},
-    "geglu_tanh": {"liger": lambda gate, up, approximate: _liger("geglu.LigerGELUMulFunction", gate, up)},
+    "swiglu": {"liger": lambda gate, up: liger("swiglu.LigerSiLUMulFunction", gate, up)},
+    "geglu_tanh": {"liger": lambda gate, up, approximate: liger("geglu.LigerGELUMulFunction", gate, up)},
     "cross_entropy": {
         "quack": lambda logits, target: _of("quack.cross_entropy.cross_entropy")(logits, target, reduction="mean")
     },
-    "rotary_embedding": {"liger": lambda q, k, cos, sin: _liger("rope.LigerRopeFunction", q, k, cos, sin)},
+    "rotary_embedding": {"liger": lambda q, k, cos, sin: liger("rope.LigerRopeFunction", q, k, cos, sin)},
     "linear_recurrence": {
         "accelerated_scan": _accelerated_scan,
         "associative_scan": _associative_scan,
