@@ -172,19 +172,17 @@ def make_sample(case: Case, device: str) -> Sample:
     return case.spec.bench.sample(make, (case.rows, case.cols))
 
 
-def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) -> dict[str, Callable[..., Any]]:
-    if options.plans:
-        return dict.fromkeys(("ours", *norm_plans.contenders(case)), case.spec.function)
+def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     stock = case.eager(case.spec.bench.stock or case.spec.reference)
     functions = {"ours": case.spec.function, "eager": stock}
     torch._dynamo.reset()  # otherwise code compiled for other shapes would become dynamic
     is_loop = case.spec.by_hand is not None and case.spec.bench.stock is None  # torch.compile would unroll the loop
     if not options.no_compile and not is_loop:
         functions["compile"] = torch.compile(stock, dynamic=False)  # compiles the timed shape alone
+    installed = [name for name, version in peers.versions(options.device).items() if version is not None]
     known = peers.PEERS.get(case.spec.name, {})
-    if case.backward:
-        libraries = [name for name in libraries if name not in peers.FORWARD_ALONE]
-    return functions | {name: known[name] for name in libraries if name in known}
+    left_out = peers.FORWARD_ALONE if case.backward else ()
+    return functions | {name: known[name] for name in installed if name in known and name not in left_out}
 
 
 def without_masks(sample: Sample) -> Sample:
@@ -192,7 +190,7 @@ def without_masks(sample: Sample) -> Sample:
     return Sample((*others, 0.0, None), sample.kwargs)
 
 
-def prepare(case: Case, options: argparse.Namespace, libraries: list[str]) -> tuple[dict[str, Call], Judge]:
+def prepare(case: Case, options: argparse.Namespace) -> tuple[dict[str, Call], Judge]:
     """Returns the calls to time, with the copy first, and their judge, which has the errors of contenders left out.
 
     Contenders that draw their own masks cannot be judged in the calls that are timed. They are judged without dropout.
@@ -209,8 +207,10 @@ def prepare(case: Case, options: argparse.Namespace, libraries: list[str]) -> tu
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
     target = torch.empty_like(source)
     calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
-    shapes = norm_plans.contenders(case) if options.plans else {}
-    for name, function in contenders(case, options, libraries).items():
+    plans = norm_plans.contenders(case) if options.plans else {}
+    ours = dict.fromkeys(("ours", *plans), case.spec.function)
+    functions = ours if options.plans else contenders(case, options)
+    for name, function in functions.items():
         try:
             if own_masks and name != "ours":
                 unmasked.judge(name, call_of(case, unmasked, name, function)())
@@ -219,7 +219,7 @@ def prepare(case: Case, options: argparse.Namespace, libraries: list[str]) -> tu
                 if name in judge.wrong:
                     continue
             call = call_of(case, judge, name, function)
-            call = norm_plans.allowed(shapes[name])(call) if name in shapes else call
+            call = norm_plans.allowed(plans[name])(call) if name in plans else call
             call()
             calls[name] = call
         except Exception as error:  # an error in a library's code is the result of its row, and does not end the run
@@ -239,8 +239,8 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
     return call
 
 
-def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
-    calls, judge = prepare(case, options, libraries)
+def measure(case: Case, options: argparse.Namespace) -> results.Row:
+    calls, judge = prepare(case, options)
     spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
     slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
     times = take_turns(calls, options.device, options.rounds, judge=judge)
@@ -307,33 +307,6 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
         console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
 
 
-def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Returns the machine with the settings, and the installed peers."""
-    libraries = peers.versions(options.device)
-    settings = {name: getattr(options, name) for name in ("mib", "plain_malloc", "rounds", "seed")}
-    about = results.about(options.device, libraries, **settings)
-    return about, [name for name, version in libraries.items() if version is not None]
-
-
-def measure_all(
-    console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
-) -> Iterator[results.Row]:
-    """Measures the cases `todo`, and yields the new rows. The file is written after each row."""
-    rows = {results.key(row): row for row in found["rows"]}
-    origin = results.run(options.device, found["rows"])
-    # Calls on the default stream cannot be captured as a CUDA graph.
-    stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
-    with Progress(console=console) as progress, stream:
-        task = progress.add_task("benchmarks", total=len(todo))
-        for case in todo:
-            progress.update(task, description=str(case))
-            row = measure(case, options, libraries) | origin(case.spec.name)
-            rows[results.key(row)] = row
-            results.write(options.path, found | {"rows": list(rows.values())})
-            yield row
-            progress.advance(task)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.device == "cpu" and not options.plain_malloc:
@@ -342,22 +315,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch._inductor.config.cpp.threads = options.threads  # else code cached for other threads would run
     torch._functorch.config.donated_buffer = False  # allows many backward calls after one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
-    about, libraries = describe(options)
-    found = results.continued(options.path, about, anew=options.is_new)
-    absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
-    if absent:
+    libraries = peers.versions(options.device)
+    settings = {name: getattr(options, name) for name in ("mib", "plain_malloc", "rounds", "seed")}
+    found = results.continued(options.path, results.about(options.device, libraries, **settings), anew=options.is_new)
+    if absent := [name for name, version in libraries.items() if version is None]:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")
-    there = {results.key(row) for row in found["rows"]}
-    todo = [case for case in cases(options) if options.again or results.key(case.head()) not in there]
-    done: list[results.Row] = []
-    with contextlib.suppress(KeyboardInterrupt):
-        for row in measure_all(console, todo, options, libraries, found):
+    rows, origin = {results.key(row): row for row in found["rows"]}, results.run(options.device, found["rows"])
+    there, done = len(rows), list[results.Row]()
+    todo = [case for case in cases(options) if options.again or results.key(case.head()) not in rows]
+    # Calls on the default stream cannot be captured as a CUDA graph.
+    stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
+    with contextlib.suppress(KeyboardInterrupt), Progress(console=console) as progress, stream:
+        task = progress.add_task("benchmarks", total=len(todo))
+        for case in todo:
+            progress.update(task, description=str(case))
+            row = measure(case, options) | origin(case.spec.name)
+            rows[results.key(row)] = row
+            results.write(options.path, found | {"rows": list(rows.values())})
             done.append(row)
+            progress.advance(task)
     show(console, found, done)
     if len(done) < len(todo):
         again = f"with --json {options.path} it goes on from there"
         console.print(f"Stopped: {len(done)} of {len(todo)} were measured; {again}.")
         return 130
-    skipped = f" {len(there)} rows were there before." if there else ""
-    console.print(f"The figures are in {options.path}.{skipped}")
+    console.print(f"The figures are in {options.path}.{f' {there} rows were there before.' if there else ''}")
     return 0

@@ -228,8 +228,7 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
 
     strange = {"liger": nearly, "quack": raises, "apex": unwritten}
     monkeypatch.setitem(peers.PEERS, "rms_norm", strange)
-    describe = run.describe
-    monkeypatch.setattr(run, "describe", lambda options: (describe(options)[0], list(strange)))
+    monkeypatch.setattr(peers, "versions", lambda device: dict.fromkeys(strange, "1.0"))
     (row,) = bench("--op", "rms_norm", "--pass", "forward")["rows"]
     assert row["failed"]["liger"].startswith("wrong, output 0 has a distance of 0.0001, of at most")
     assert row["failed"]["quack"] == "ValueError: not on this machine"
@@ -260,8 +259,7 @@ class OverwritingGate(torch.autograd.Function):
 def test_a_peer_that_overwrites_its_inputs_disturbs_no_other(bench, monkeypatch) -> None:
     """A peer's backward writes over its inputs. All contenders, the peer included, are right and have a time."""
     monkeypatch.setitem(peers.PEERS, "swiglu", {"liger": OverwritingGate.apply})
-    describe = run.describe
-    monkeypatch.setattr(run, "describe", lambda options: (describe(options)[0], ["liger"]))
+    monkeypatch.setattr(peers, "versions", lambda device: {"liger": "1.0"})
     (row,) = bench("--op", "swiglu", "--pass", "backward")["rows"]
     assert "failed" not in row
     assert set(row["seconds"]) == {"copy", "ours", "eager", "liger"}
@@ -274,8 +272,8 @@ def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> 
     assert "eager" in row["seconds"] and "failed" not in row
     contenders = run.contenders
 
-    def wrong_ones(case, options, libraries):
-        found = contenders(case, options, libraries)
+    def wrong_ones(case, options):
+        found = contenders(case, options)
         return found | {"eager": lambda *args: tuple(1.01 * output for output in as_tuple(found["eager"](*args)))}
 
     monkeypatch.setattr(run, "contenders", wrong_ones)
@@ -530,7 +528,7 @@ def test_shapes_of_the_norms(monkeypatch) -> None:
     for case, names in ((cases[0], {"row"}), (cases[3], {"persistent", "pipeline"})):
         before = norm_plans.shape_of(case)
         picked.clear()
-        calls, judge = run.prepare(case, options, [])
+        calls, judge = run.prepare(case, options)
         shapes = [int(name.removeprefix("plan ")) for name in calls if name not in ("copy", "ours")]
         assert not judge.wrong and picked == [before, *shapes] and before in shapes and len(shapes) > 2
         for name, call in calls.items():
