@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks import results
 from extension_cpp.__main__ import Parser
@@ -98,16 +99,6 @@ def legend(figure: Figure) -> None:
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=len(found), fontsize=9)
 
 
-def operations() -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns the arithmetic operations and moved elements per element of x, for each op and pass that counts them."""
-    found = {}
-    for spec in timed_specs():
-        if counts := spec.bench.operations:
-            found[spec.name, "forward"] = counts[0], spec.bench.forward
-            found[spec.name, "backward"] = counts[1], spec.bench.backward
-    return found
-
-
 def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
     """Writes the names of the rows of each x, in rising order, above the axes, and connects them to x by a line."""
     low, high = (math.log(end) for end in axes.get_xlim())
@@ -123,20 +114,19 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
 
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
     """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
-    counted = operations()
-    groups = large_by_pass(rows).values()
-    chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in groups]
-    chosen = [row for row in chosen if (row["op"], row["pass"]) in counted]
+    benches = {spec.name: spec.bench for spec in timed_specs()}
+    chosen, by_intensity = list[results.Row](), dict[float, list[results.Row]]()
+    for (op, step), group in large_by_pass(rows).items():
+        if op in benches and (operations := benches[op].operations):  # not every op counts its operations
+            chosen.append(max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)))
+            moved = (benches[op].forward, benches[op].backward)[step == "backward"]
+            itemsize = 4 if chosen[-1]["dtype"] == "float32" else 2
+            by_intensity.setdefault(operations[step == "backward"] / (moved * itemsize), []).append(chosen[-1])
     if not chosen:
         return None
     figure = Figure(figsize=(8, 6), layout="constrained")
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots()
-    by_intensity: dict[float, list[results.Row]] = {}
-    for row in chosen:
-        arithmetic, moved = counted[row["op"], row["pass"]]
-        itemsize = 4 if row["dtype"] == "float32" else 2
-        by_intensity.setdefault(arithmetic / (moved * itemsize), []).append(row)
     roof = max(row["copy_gb_s"] for row in chosen)
     ends = [0.8 * min(by_intensity), 1.25 * max(by_intensity)]
     axes.plot(ends, [roof * x for x in ends], **LIMIT, label="bandwidth of copy")
@@ -147,11 +137,9 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
         line(axes, name, points, joined=False)
     axes.set(xscale="log", yscale="log")
     name_above(axes, dict(sorted(by_intensity.items())))
-    powers, decimal = [2.0**n for n in range(-8, 8)], [digit * 10.0**n for n in range(-3, 6) for digit in (1, 2, 5)]
-    for axis, known in ((axes.xaxis, powers), (axes.yaxis, decimal)):
-        low, high = axis.get_view_interval()
-        ticks = [tick for tick in known if low <= tick <= high]
-        axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    for axis, base, digits in ((axes.xaxis, 2.0, (1.0,)), (axes.yaxis, 10.0, (1.0, 2.0, 5.0))):
+        axis.set_major_locator(LogLocator(base, digits, numticks=99))
+        axis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.grid(alpha=0.3, which="major")
     axes.set_xlabel("arithmetic operations for each byte that the op must move", fontsize=9)
@@ -163,11 +151,9 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
 def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str, Figure]]:
     """Yields the names and figures of all pictures for which the file has rows."""
     found = results.read(path)
-    found["rows"] = [row for row in found["rows"] if ops is None or row["op"] in ops]
-    about = found["machine"]
     for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["dtype"] == dtype]
-        title = f"{about['device']}, {dtype}: "
+        rows = [row for row in found["rows"] if row["dtype"] == dtype and (ops is None or row["op"] in ops)]
+        title = f"{found['machine']['device']}, {dtype}: "
         if figure := widths(rows, title + "percent of copy over width"):
             yield f"{path.stem}-widths-{dtype}", figure
         if figure := roofline(rows, title + "roofline of the ops named below, each at its best width"):
@@ -187,9 +173,9 @@ def published(name: str) -> str:
     finds a stale picture."""
     source, ops, picture = PUBLISHED[name]
     path = results.PUBLISHED / f"{source}.json"
-    figure = dict(pictures(path, ops))[f"{source}-{picture}"]
     rows = [row for row in results.read(path)["rows"] if ops is None or row["op"] in ops]
-    return svg(figure, description=hashlib.sha256(json.dumps(rows).encode()).hexdigest())
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return svg(dict(pictures(path, ops))[f"{source}-{picture}"], description=digest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
