@@ -1,6 +1,5 @@
 """Prints the markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +9,8 @@ import rich.table
 from rich.console import Console
 
 from benchmarks import results
+from benchmarks.timing import Time, summary
 
-Seconds = dict[str, float] | list[float]  # median, low and high, or the seconds of each step
 Figure = Callable[..., str]  # the function median or spread
 Table = tuple[list[str], list[list[str]]]  # the head and the lines
 OLDER = "older kernels"  # kernels that have changed since they were timed, or had uncommitted changes then
@@ -74,17 +73,15 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     return lines + [f"| {' | '.join(cells)} |" for cells in escaped]
 
 
-def median(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
+def median(time: Time, scale: float = 1e3, digits: int = 1) -> str:
     """Returns the median in milliseconds."""
-    middle = statistics.median(seconds) if isinstance(seconds, list) else seconds["median"]
-    return f"{scale * middle:.{digits}f}"
+    return f"{scale * time['median']:.{digits}f}"
 
 
-def spread(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
-    """Returns the median with the range from 10 to 90 % or, for a list, from the smallest to the largest number."""
-    ends = (min(seconds), max(seconds)) if isinstance(seconds, list) else (seconds["low"], seconds["high"])
-    low, high = (f"{scale * end:.{digits}f}" for end in ends)
-    return f"{median(seconds, scale, digits)} ({low} to {high})"
+def spread(time: Time, scale: float = 1e3, digits: int = 1) -> str:
+    """Returns the median with the range from 10 to 90 %."""
+    middle, low, high = (f"{scale * time[figure]:.{digits}f}" for figure in ("median", "low", "high"))
+    return f"{middle} ({low} to {high})"
 
 
 def models(rows: list[results.Row], time: Figure = median) -> Table:
@@ -122,13 +119,13 @@ def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
 
 def processes(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes a table of the milliseconds of a training step on one process and on several, with the speed-up."""
-    found = {(row["place"], row["ops"]): row["seconds"] for row in rows}
+    found = {(row["place"], row["ops"]): summary(row["seconds"]) for row in rows}
     places, which = (list(dict.fromkeys(row[name] for row in rows)) for name in ("place", "ops"))
     body = []
     for place in places:
         cells = [place]
         for ops in which:
-            speed_up = statistics.median(found[places[0], ops]) / statistics.median(found[place, ops])
+            speed_up = found[places[0], ops]["median"] / found[place, ops]["median"]
             cells += [time(found[place, ops], digits=0), f"{speed_up:.2f}"]
         body.append(cells)
     return ["", *(head for ops in which for head in (f"{ops}, ms", "speed-up"))], body
@@ -214,14 +211,9 @@ def figures(row: results.Row, names: list[str], percents: bool) -> list[str]:
     if percents:
         found |= {name: f"{percent:.0f}" for name, percent in row["percent_of_copy"].items()}
         found["copy"] = f"{row['copy_gb_s']:.0f}"
-    return [cell(row, name, found.get(name, "")) for name in names]
-
-
-def cell(row: results.Row, name: str, figure: str) -> str:
-    """Returns the cell of a contender, which is empty if the contender was not measured."""
-    if name in row.get("failed", {}):
-        return "wrong" if row["failed"][name].startswith("wrong") else "raised"
-    return figure if name in row["seconds"] else ""
+    for name, reason in row.get("failed", {}).items():
+        found[name] = "wrong" if reason.startswith("wrong") else "raised"
+    return [found.get(name, "") for name in names]  # a contender that was not measured has an empty cell
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ def judged_seconds(name: str, call: Call, device: str, judge: Judge, ahead: bool
     return spent
 
 
+def summary(seconds: list[float]) -> Time:
+    deciles = statistics.quantiles(seconds, n=10)
+    return {"median": statistics.median(seconds), "low": deciles[0], "high": deciles[-1]}
+
+
 def take_turns(
     calls: dict[str, Call],
     device: str,
@@ -63,11 +68,7 @@ def take_turns(
                 spent = seconds_of(call, device, ahead)
             if number >= 2:
                 seconds[name].append(spent)
-    result = {}
-    for name, values in seconds.items():
-        deciles = statistics.quantiles(values, n=10)
-        result[name] = {"median": statistics.median(values), "low": deciles[0], "high": deciles[-1]}
-    return result
+    return {name: summary(values) for name, values in seconds.items()}
 
 
 class BenchmarkParser(Parser):
