@@ -7,7 +7,6 @@ waits for a GPU only between batches. The ways take turns.
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -21,7 +20,8 @@ from benchmarks.results import Row
 from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, Call, take_turns
 from extension_cpp import _ops
-from extension_cpp.registration import autograd, calls, entries
+from extension_cpp.registration import autograd, calls
+from extension_cpp.registration.entries import DERIVATIVES
 from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
 
 ROWS, COLS, EPS = 8, 512, 1e-5
@@ -38,23 +38,6 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 }
 
 
-@functools.cache
-def formulas() -> dict[str, dict[str, Any]]:
-    """Returns backward, setup_context and plain of each differentiable operator, by running a copy of ops.py."""
-    found = {}
-
-    def note(op: str, *, backward: Any, setup_context: Any = None, plain: Any = None, **others: Any) -> None:
-        if callable(backward):
-            setup_context = setup_context or entries._save_inputs(op)
-            found[op] = {"backward": backward, "setup_context": setup_context, "plain": plain}
-
-    source = importlib.util.find_spec("extension_cpp.ops")
-    assert source is not None and source.loader is not None
-    with mock.patch.object(entries, "register", note):
-        source.loader.exec_module(importlib.util.module_from_spec(source))
-    return found
-
-
 def in_order(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
     """Converts a backward of this package, which returns a dictionary, to one for torch.library.register_autograd,
     which returns the gradients in the order of the arguments."""
@@ -69,30 +52,26 @@ def registered_plainly(op: str) -> Iterator[None]:
     `_ops` then has a function that only calls the operator. A backward pass that is not differentiated itself still
     runs the no-grad overload of the backward operator, as if that operator had no derivative.
     """
-    names = [name for name in (op, f"{op}_backward") if name in formulas()]
+    names = [name for name in (op, f"{op}_backward") if name in DERIVATIVES]
     operator, no_grad = (calls.overload_of(autograd.qualified(op + end)) for end in ("", calls.NO_GRAD))
-    count, every = len(no_grad._schema.returns), len(operator._schema.returns)
-    call_operator = calls.by_position(operator)
-
-    def call(*args: Any) -> Any:
-        found = call_operator(*args)
-        return found if count == every else found[0] if count == 1 else found[:count]
-
+    call, count = calls.by_position(operator), len(no_grad._schema.returns)
+    if count < len(operator._schema.returns):
+        call = autograd.leading(call, count)
     library = torch.library.Library(calls.NAMESPACE, "FRAGMENT")
     try:
         for name in names:
             full = autograd.qualified(name)
             del autograd.registrations[full]  # PyTorch allows only one registration at a time
             del calls.DIRECT[full]
-            backward = in_order(calls.overload_of(full), formulas()[name]["backward"])
-            setup_context = formulas()[name]["setup_context"]
+            backward = in_order(calls.overload_of(full), DERIVATIVES[name]["backward"])
+            setup_context = DERIVATIVES[name]["setup_context"]
             torch.library.register_autograd(full, backward, setup_context=setup_context, lib=library)
         with mock.patch.object(_ops, op, call):
             yield
     finally:
         del library
         for name in names:
-            autograd.register_autograd(name, **formulas()[name])
+            autograd.register_autograd(name, **DERIVATIVES[name])
 
 
 def layer_norms(device: str) -> tuple[dict[str, Call], dict[str, Call]]:
