@@ -1,4 +1,4 @@
-"""Calls other libraries' kernels for the same work: installed libraries on a GPU, a loop in C (c_loop.py) on the CPU.
+"""Calls other libraries' kernels for the same work: installed libraries on a GPU, a loop in C (c_loop.c) on the CPU.
 
 A peer gets the arguments of this package's op, with the same meaning. The libraries differ in these points:
 * Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
@@ -16,16 +16,20 @@ A peer gets the arguments of this package's op, with the same meaning. The libra
   rotates its inputs further, but reads and writes as many bytes as the other libraries.
 """
 
+import ctypes
 import functools
 import importlib
+import subprocess
+import tempfile
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import c_loop
+from build_library import command_in
 
 # Libraries for the GPU, by name: the module to import, and the distribution that has its version.
 LIBRARIES = {
@@ -34,6 +38,8 @@ LIBRARIES = {
     "accelerated_scan": ("accelerated_scan.warp", "accelerated-scan"),
     "associative_scan": ("torch._higher_order_ops.associative_scan", "torch"),
 }
+
+C_NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # in the names of c_loop.c's functions
 
 
 @functools.cache
@@ -59,6 +65,26 @@ def _associative_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
     scan = _of("examples.recurrent_text.AssociativeScan").apply
     states: Tensor = scan(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
     return states
+
+
+@functools.cache
+def _c_loop_library() -> ctypes.CDLL:
+    """Compiles c_loop.c once per process. The library stays mapped after its folder is deleted."""
+    source = Path(__file__).with_name("c_loop.c")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "c_loop.so")
+        flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+        subprocess.run([*(command_in("CC") or ["cc"]), *flags, str(source), "-o", str(target)], check=True)
+        return ctypes.CDLL(str(target))
+
+
+def c_loop(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """Computes linear_recurrence for two-dimensional tensors by a loop in C, without gradients."""
+    h = torch.empty_like(b)
+    steps, lines = b.shape if dim == 0 else reversed(b.shape)
+    function = getattr(_c_loop_library(), f"{'columns' if dim == 0 else 'rows'}_{C_NAMES[b.dtype]}")
+    function(*(ctypes.c_void_p(x.data_ptr()) for x in (a, b, h)), ctypes.c_int64(lines), ctypes.c_int64(steps))
+    return h
 
 
 def _eps(eps: float | None) -> float:
@@ -100,9 +126,9 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "linear_recurrence": {
         "accelerated_scan": _accelerated_scan,
         "associative_scan": _associative_scan,
-        "c_loop": c_loop.recurrence,
+        "c_loop": c_loop,
     },
-    "linear_recurrence_columns": {"associative_scan": _associative_scan, "c_loop": c_loop.recurrence},
+    "linear_recurrence_columns": {"associative_scan": _associative_scan, "c_loop": c_loop},
 }
 
 

@@ -2,9 +2,12 @@
 
 Each row has the number of the run that measured it, the commit of that run and a digest of the op's kernels."""
 
+import functools
+import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 
 import extension_cpp
-from benchmarks import kernels
+from build_library import CSRC
 from extension_cpp.command import info
 
 Row = dict[str, Any]
@@ -63,10 +66,49 @@ def is_clean(known: str | None) -> bool:
     return known is not None and not known.endswith("-dirty")
 
 
+def folder(op: str, sources: dict[str, str]) -> str:
+    """Returns the folder of csrc/ whose shim registers the op. `op` may be a benchmark's variant of an op, whose name
+    begins with the op's name."""
+    words = op.split("_")
+    for count in range(len(words), 0, -1):
+        schema = f'"{"_".join(words[:count])}('
+        for path, text in sources.items():
+            if path.endswith(".cpp") and schema in text:
+                return path.split("/")[0]
+    raise LookupError(f"no file of csrc registers {op}")
+
+
+def digest_of(sources: dict[str, str], ops: Iterable[str], device: str) -> str:
+    """Returns the digest of the folders of these ops, and of rows/ if they include it. `sources` are the texts of
+    csrc's files by path. Comments, white space, includes, and files for the other kind of device do not count."""
+    other = "cpu" if device == "cuda" else ".cu"
+    folders = {folder(op, sources) for op in ops}
+    if any('#include "rows/' in text for path, text in sources.items() if path.split("/")[0] in folders):
+        folders.add("rows")
+    found = hashlib.sha256()
+    for path, text in sorted(sources.items()):
+        if path.split("/")[0] in folders and other not in path:
+            bare = re.sub(r"//[^\n]*|/\*.*?\*/|#include[^\n]*", "", text, flags=re.DOTALL)
+            found.update(f"{path} {''.join(bare.split())}\n".encode())
+    return found.hexdigest()[:12]
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    paths = (path for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp", ".cu", ".cuh", ".h"))
+    return {path.relative_to(CSRC).as_posix(): path.read_text() for path in paths}
+
+
+@functools.cache
+def digest(ops: tuple[str, ...], device: str) -> str:
+    """Returns the digest by which tables mark rows that were timed with older kernels."""
+    return digest_of(sources(), ops, device)
+
+
 def is_older(row: Row, device: str) -> bool:
     """Returns whether the kernels that a row timed have changed since, or are not known."""
     try:
-        return bool(row["kernel"] != kernels.digest(tuple(row["of"]), device))
+        return bool(row["kernel"] != digest(tuple(row["of"]), device))
     except LookupError:  # an op that is gone
         return True
 
@@ -78,7 +120,7 @@ def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
 
     def of(*ops: str) -> Row:
         """Returns the run, commit, ops and kernels of a row. With uncommitted changes the kernels are not known."""
-        kernel = kernels.digest(ops, device) if is_clean(known) else None
+        kernel = digest(ops, device) if is_clean(known) else None
         return {"run": number, "commit": known, "of": list(ops), "kernel": kernel}
 
     return of

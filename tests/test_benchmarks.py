@@ -16,10 +16,8 @@ from rich.console import Console
 import extension_cpp
 from benchmarks import __main__ as command
 from benchmarks import (
-    c_loop,
     compare,
     host,
-    kernels,
     norm_plans,
     peers,
     plot,
@@ -568,7 +566,7 @@ def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(results, "commit", lambda: "123456789abc")
     row = results.run("cpu", [{"run": 3}])("relu")
     assert row["run"] == 4 and not results.is_older(row, "cpu") and results.is_older(row, "cuda")
-    sources = kernels.sources()
+    sources = results.sources()
     for file, text, change in (
         ("relu/relu_cpu.c", "// more words\n", False),
         ("relu/relu_cpu.c", '#include "more.h"\n', False),
@@ -577,21 +575,21 @@ def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
         ("relu/relu_cpu.c", "int more;", True),
     ):
         changed = sources | {file: sources[file] + text}
-        assert (kernels.digest_of(changed, ["relu"], "cpu") != row["kernel"]) == change
-    softmax = kernels.digest_of(sources, ["softmax"], "cuda")
+        assert (results.digest_of(changed, ["relu"], "cpu") != row["kernel"]) == change
+    softmax = results.digest_of(sources, ["softmax"], "cuda")
     for file, change in (("rows/plan.h", True), ("rows/cpu_sum_exp.h", False), ("norm/norm_plan.h", False)):
         changed = sources | {file: sources.get(file, "") + "int more;"}
-        assert (kernels.digest_of(changed, ["softmax"], "cuda") != softmax) == change
+        assert (results.digest_of(changed, ["softmax"], "cuda") != softmax) == change
 
 
-@pytest.mark.parametrize("dtype", c_loop.NAMES)
+@pytest.mark.parametrize("dtype", peers.C_NAMES)
 @pytest.mark.parametrize("dim", [0, -1])
 def test_the_loop_in_c_is_a_recurrence(dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.rand(2, 70, 130, generator=generator).to(dtype)
     with torch.no_grad():
         exact = extension_cpp.reference.linear_recurrence(a.double(), b.double(), dim=dim)
-        error = (c_loop.recurrence(a, b, dim) - exact).abs().max()
+        error = (peers.c_loop(a, b, dim) - exact).abs().max()
     # Each of the 130 steps rounds a product and a sum to float32. The factors, which are below 1, do not magnify these
     # errors. The result is then rounded to the dtype.
     assert error <= (torch.finfo(dtype).eps / 2 + 2 * 130 * torch.finfo(torch.float32).eps) * exact.abs().max()
