@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import extension_cpp
 from benchmarks import gradients, peers, results, table
@@ -32,17 +33,7 @@ def products(x: Tensor, weight: Tensor, target: Tensor) -> None:
 
 
 def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight), target)
-
-
-def eager_float32(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Computes the loss from float32 logits, as transformers does."""
-    return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight).float(), target)
-
-
-def liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    loss: Tensor = peers.liger("fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction", x, weight, target)[0]
-    return loss
+    return F.cross_entropy(F.linear(x, weight), target)
 
 
 def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -85,10 +76,16 @@ class Judge:
 
 
 def ways(device: str) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Tensor]] = {"ours": extension_cpp.linear_cross_entropy, "eager": eager}
-    found |= {"eager, float32": eager_float32, "compile": torch.compile(eager, dynamic=False)}
-    if device == "cuda" and peers.versions("cuda")["liger"]:
-        found["liger"] = liger
+    found: dict[str, Callable[..., Tensor]] = {
+        "ours": extension_cpp.linear_cross_entropy,
+        "eager": eager,
+        # Computes the loss from float32 logits, as transformers does.
+        "eager, float32": lambda x, weight, target: F.cross_entropy(F.linear(x, weight).float(), target),
+        "compile": torch.compile(eager, dynamic=False),
+    }
+    if peers.versions(device).get("liger"):
+        function = "fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction"
+        found["liger"] = lambda *inputs: peers.liger(function, *inputs)[0]
     return {"products": products} | {name: functools.partial(train, loss) for name, loss in found.items()}
 
 

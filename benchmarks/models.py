@@ -138,10 +138,8 @@ def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
     again. Returns None if Liger does not support the model."""
     try:
         liger = importlib.import_module("liger_kernel.transformers")
-    except ImportError:
-        return None
-    apply = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}", None)
-    if apply is None:
+        apply = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")
+    except (ImportError, AttributeError):
         return None
     module, patched = sys.modules[type(model).__module__], twin(model)
     before = vars(module).copy()
@@ -281,13 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="(default: all)")
     options = parser.parse(arguments)
     transformers.logging.set_verbosity_error()
-    about = results.about(
-        options.device,
-        {"transformers": transformers.__version__},
-        rounds=options.rounds,
-        seed=SEED,
-        optimizer="AdamW, fused",
-    )
+    settings = {"rounds": options.rounds, "seed": SEED, "optimizer": "AdamW, fused"}
+    about = results.about(options.device, {"transformers": transformers.__version__}, **settings)
     found = results.continued(options.path, about, table.KINDS["models-"][0], options.is_new)
     origin_of = results.run(options.device, found["rows"])
     for name in options.model:

@@ -96,40 +96,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "Each has a --help."
     )
     names, dtypes = [spec.name for spec in timed_specs()], [*DTYPES, *MIXED]
-    parser.add_argument(
-        "--op",
-        nargs="+",
-        type=functools.partial(op_at, names),
-        default=[(name, None) for name in names],
-        metavar="OP",
-        help=f"of {', '.join(names)}; OP:WIDTH at this width alone",
-    )
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=dtypes,
-        default=["float32", "bfloat16"],
-        metavar="DTYPE",
-        help=f"of {', '.join(dtypes)}; behind the + that of a norm's weights (default: float32 bfloat16)",
-    )
+    several = functools.partial(parser.add_argument, nargs="+")
+    every = [(name, None) for name in names]
+    told = f"of {', '.join(names)}; OP:WIDTH at this width alone"
+    several("--op", type=functools.partial(op_at, names), default=every, metavar="OP", help=told)
+    told = f"of {', '.join(dtypes)}; behind the + that of a norm's weights (default: float32 bfloat16)"
+    several("--dtype", choices=dtypes, default=["float32", "bfloat16"], metavar="DTYPE", help=told)
     widths, steps = list(WIDTHS), ["forward", "backward"]
-    parser.add_argument("--width", nargs="+", type=positive, default=widths, help=f"columns (default: {widths})")
-    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
+    several("--width", type=positive, default=widths, help=f"columns (default: {widths})")
+    several("--pass", dest="passes", choices=steps, default=steps)
     parser.add_argument("--mib", type=positive, help="size of one tensor in MiB (default: 512)", default=512)
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        choices=["large", "small"],
-        default=["large"],
-        help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096 (default: large)",
-    )
+    told = "large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096 (default: large)"
+    several("--sizes", choices=["large", "small"], default=["large"], help=told)
     parser.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes most of the time)")
     parser.add_argument("--plain-malloc", action="store_true", help="CPU: with the page faults of glibc's defaults")
-    parser.add_argument(
-        "--plans", action="store_true", help="GPU: the norms alone, with each kernel of csrc/rows/plan.h"
-    )
+    told = "GPU: the norms alone, with each kernel of csrc/rows/plan.h"
+    parser.add_argument("--plans", action="store_true", help=told)
     parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
     options = parser.parse(arguments)
     if options.threads and options.device == "cuda":

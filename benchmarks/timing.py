@@ -4,7 +4,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,22 +16,13 @@ Call = Callable[[], Any]
 Time = dict[str, float]  # seconds of one call: the median, and low and high, the 10th and the 90th percentile
 
 
-class Judge(Protocol):
-    """Judges what the last timed call of each contender returned."""
-
-    def renew(self) -> None:
-        """Writes other numbers into the inputs, so that a result kept from an earlier call is wrong."""
-
-    def judge(self, name: str, result: Any) -> None:
-        """Records what is wrong with the result of the call of this name."""
-
-
 def seconds_of(call: Call, device: str, ahead: bool = True) -> float:
     return once_cuda(call, ahead) if device == "cuda" else once_cpu(call)
 
 
-def judged_seconds(name: str, call: Call, device: str, judge: Judge, ahead: bool = True) -> float:
-    """Returns the seconds of a call, whose result is judged."""
+def judged_seconds(name: str, call: Call, device: str, judge: Any, ahead: bool = True) -> float:
+    """Returns the seconds of a call. judge.renew writes other numbers into the inputs, so that a result kept from an
+    earlier call is wrong. judge.judge records what is wrong with the result."""
     judge.renew()
     results: list[object] = []
     spent = seconds_of(lambda: results.append(call()), device, ahead)
@@ -50,7 +41,7 @@ def take_turns(
     rounds: int,
     ready: Callable[[str], object] = lambda name: None,
     ahead: bool = True,
-    judge: Judge | None = None,
+    judge: Any = None,
 ) -> dict[str, Time]:
     """Times every call once per round, after two rounds that do not count. `ready` gets the call's name before each
     call and is not timed. The last timed call of each contender is judged.
