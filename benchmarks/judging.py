@@ -13,6 +13,7 @@ that of eager PyTorch. Relative errors must stay below a quarter.
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,12 +32,6 @@ LINES = 64
 CHUNK = 2**22  # sums over all lines convert so many elements of x to float64 at a time
 
 
-def line_dimension(spec: OpSpec) -> int:
-    if spec.name.endswith("_columns"):
-        return -1
-    return -2 if spec.name == "rotary_embedding" else 0
-
-
 def tensors(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
 
@@ -49,7 +44,8 @@ class Judge:
         self, spec: OpSpec, sample: Sample, other: Sample, seed: int = 0, eager: Callable[..., Any] | None = None
     ) -> None:
         self.spec, self.sample, self.other, self.eager = spec, sample, other, eager or spec.reference
-        self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
+        self.dim = -1 if spec.name.endswith("_columns") else -2 if spec.name == "rotary_embedding" else 0
+        self.count = sample.args[0].shape[self.dim]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         some = {0, self.count - 1, *inner[: LINES - 2].tolist()}
         self.seeds = [x for x in sample.args if isinstance(x, Tensor) and x.shape == (1,)]
@@ -106,10 +102,10 @@ class Judge:
         with self.masks(self.lines):
             for kind, truth in expected.truths(some) if got.gradients else [("", expected.whole)]:
                 for number, (what, lines) in enumerate(some.tensors()):
-                    if not self.is_sum(lines) and (message := wrong(lines, number, truth)):
+                    if not self.is_sum(lines) and (message := rule.refused(lines, number, truth)):
                         return f"{what}{kind and f' {kind}'}: {message}"
         for number, (what, whole) in enumerate(got.tensors()):
-            if self.is_sum(whole) and (message := wrong(whole.detach(), number, self.sums(got))):
+            if self.is_sum(whole) and (message := rule.refused(whole.detach(), number, self.sums(got))):
                 return f"{what}: {message}"
         return None
 
@@ -120,7 +116,7 @@ class Judge:
             truth, lines = self.sums(got) if self.is_sum(x) else self.expected.whole, self.of_lines(x)
             if x.is_floating_point():
                 found[what] = self.error(lines, number, truth)
-            elif message := wrong(lines, number, truth):
+            elif message := rule.refused(lines, number, truth):
                 return f"{what}: {message}"
         most = 0.125  # half the largest error allowed; a contender with larger errors computes something else
         beside = dict.fromkeys(found, Error(most, most)) | self.stock_sums | self.stock
@@ -197,33 +193,28 @@ class Judge:
         """Returns the exact values of results that are sums over all lines, and the terms of their error bounds."""
         if self._sums is not None:
             return self._sums
-        found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
+        size, total = max(CHUNK * self.count // self.sample.args[0].numel(), 1), list[Any]()
         outputs = got.outputs if got.gradients else ()  # what a backward may read
         for begin in range(0, self.count, size):
             lines = range(begin, min(begin + size, self.count))
             expected, saved = self.part(lines), tuple(self.of_lines(x, lines) for x in outputs)
             with self.masks(lines):
                 _, truth = next(iter(expected.truths(rule.Result(saved, []))))
-                found = self.added(found, truth, len(lines) / self.count)
-        assert found is not None
+                terms = truth.known_terms
+            exact, share = [x for _, x in truth.exact.tensors()], len(lines) / self.count
+            parts = [(x, term.size, term.saved, term.rounded) for x, term in zip(exact, terms, strict=True)]
+            for number, part in enumerate(parts):
+                if part[0].dim() == 0:  # a mean over these lines
+                    parts[number] = part = tuple(share * each for each in part)
+                if total and self.is_sum(part[0]):
+                    parts[number] = tuple(map(operator.add, total[number], part))
+            total = parts
+        terms = [Terms(total[i][1], term.c, *total[i][2:]) for i, term in enumerate(terms)]
+        exact, count = [part[0] for part in total], len(truth.exact.outputs)
+        found = rule.Truth(rule.Result(tuple(exact[:count]), exact[count:]), lambda: terms, truth.keep_saved)
         if self.spec.from_saved is None:
             self._sums = found
         return found
-
-    def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
-        """Adds to `before` the sums over the lines of one more chunk. `share` is the chunk's share of all lines."""
-        exact, sizes = [], []
-        for number, ((_, x), term) in enumerate(zip(truth.exact.tensors(), truth.known_terms, strict=True)):
-            part = share if x.dim() == 0 else 1.0  # of a mean over the lines of the chunk
-            sums: list[Any] = [part * each for each in (x, term.size, term.saved, term.rounded)]
-            if before is not None and self.is_sum(x):
-                old = before.known_terms[number]
-                already = list(before.exact.tensors())[number][1], old.size, old.saved, old.rounded
-                sums = [each + other for each, other in zip(sums, already, strict=True)]
-            exact.append(sums[0])
-            sizes.append(Terms(sums[1], term.c, *sums[2:]))
-        outputs = len(truth.exact.outputs)
-        return rule.Truth(rule.Result(tuple(exact[:outputs]), exact[outputs:]), lambda: sizes, truth.keep_saved)
 
     @functools.cached_property
     def mask(self) -> Tensor:
@@ -245,13 +236,3 @@ class Judge:
 
         with mock.patch.object(extension_cpp.reference, "dropout", dropout):
             yield
-
-
-def wrong(got: Tensor, number: int, truth: rule.Truth) -> str | None:
-    """Says what is wrong with a tensor or its shape, or returns None."""
-    shape = tuple(list(truth.exact.tensors())[number][1].shape)
-    if tuple(got.shape) != shape:
-        return f"shape {tuple(got.shape)}, expected {shape}"
-    if not got.is_floating_point():
-        return rule.unequal(got, list(truth.exact.tensors())[number][1])
-    return rule.wrong(got, number, truth)

@@ -115,7 +115,8 @@ class Contender:
 
 
 def make(shape: Shape, device: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Returns the stock model and its inputs."""
+    """Returns the stock model and its inputs. What was compiled for another model is freed before."""
+    torch.compiler.reset()
     model_class = getattr(transformers, shape.model)
     torch.manual_seed(SEED)
     config = model_class.config_class(**shape.config, use_cache=False)
@@ -164,10 +165,9 @@ def contenders_of(
     stock: Any, inputs: dict[str, torch.Tensor], names: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Returns the contenders that can run, and the functions that the converted model's modules call."""
-    models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
     converted, linear = twin(stock), twin(stock)
+    models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {}), "converted": (converted, {})}
     changed, _ = extension_cpp.nn.convert(converted)
-    models["converted"] = converted, {}
     if "linear_cross_entropy" in extension_cpp.nn.convert(linear, loss="linear")[0].get("", ""):
         models["linear loss"] = linear, {}  # only causal language models have a linear loss
     if any(name.startswith("liger") for name in names) and (found := patched_by_liger(stock)) is not None:
@@ -190,14 +190,12 @@ def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> 
     The bias of a key has no gradient: it adds one number to all scores of a query, which softmax removes again. Its
     computed gradient consists of rounding errors, and is left out.
     """
-    wide = copy.deepcopy(stock).float().eval()
-    batch = len(inputs["labels"])
+    wide, batch = copy.deepcopy(stock).float().eval(), len(inputs["labels"])
+    wide_inputs = {name: each.float() if each.is_floating_point() else each for name, each in inputs.items()}
     for i in range(batch):
-        one = {name: each[i : i + 1] for name, each in inputs.items()}
-        one = {name: each.float() if each.is_floating_point() else each for name, each in one.items()}
-        (wide(**one).loss / batch).backward()
-    found = {name: parameter.grad for name, parameter in wide.named_parameters() if parameter.grad is not None}
-    return {name: each for name, each in found.items() if not name.endswith(KEY_BIAS)}
+        (wide(**{name: each[i : i + 1] for name, each in wide_inputs.items()}).loss / batch).backward()
+    found = {name: each.grad for name, each in wide.named_parameters() if not name.endswith(KEY_BIAS)}
+    return {name: grad for name, grad in found.items() if grad is not None}
 
 
 def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: dict[str, Contender]) -> dict[str, Any]:
@@ -205,8 +203,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
     wrong, because it may not support this version of transformers. Any other wrong contender ends the program."""
     exact = exact_gradients(stock, inputs)
     has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in stock.modules())
-    beside: dict[str, gradients.Error] = {}
-    found: dict[str, Any] = {}
+    beside, found = dict[str, gradients.Error](), dict[str, Any]()
     for name, contender in [*contenders.items()]:
         contender.model.train(not has_dropout)  # evaluation only where needed, since a change may compile again
         try:
@@ -242,12 +239,8 @@ def kernel_seconds(step: Callable[[], object]) -> float:
     return 1e-6 * statistics.median(sums)
 
 
-# All compiled contenders share the code of one class, so torch.compile counts their compilations together. Beyond its
-# limit it would silently run them in eager mode.
-@torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the figures by contender, and the functions that the converted model's modules call."""
-    torch.compiler.reset()
     stock, inputs = make(shape, device)
     contenders, changed = contenders_of(stock, inputs, names)
     figures = judge(stock, inputs, contenders)
@@ -263,14 +256,15 @@ def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tup
     return figures, changed
 
 
-@torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def host_seconds(shape: Shape, device: str, names: Sequence[str], rounds: int) -> dict[str, Time]:
     """Returns the time of a step by contender, on the host's clock, which waits for no kernel."""
-    torch.compiler.reset()
     contenders, _ = contenders_of(*make(shape, device), names)
     return take_turns({name: each.step for name, each in contenders.items()}, "cpu", rounds)
 
 
+# All compiled contenders share the code of one class, so torch.compile counts their compilations together. Beyond its
+# limit it would silently run them in eager mode.
+@torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = BenchmarkParser("benchmarks.models", __doc__, "out/models-DEVICE.json", 20, "steps")
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES), help="(default: all)")

@@ -39,6 +39,7 @@ LIBRARIES = {
     "associative_scan": ("torch._higher_order_ops.associative_scan", "torch"),
 }
 
+EPS = torch.finfo(torch.float32).eps  # rms_norm's default for float32 and the half types
 C_NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # in the names of c_loop.c's functions
 
 
@@ -56,15 +57,13 @@ def liger(path: str, *arguments: Any) -> Any:
 def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
     if a.dtype.itemsize == 2:  # accelerated-scan would break all later calls on the GPU
         raise NotImplementedError("an illegal memory access, in half types of 8192 steps")
-    states: Tensor = _of("accelerated_scan.warp.scan")(a[None], b[None])[0]
-    return states
+    return _of("accelerated_scan.warp.scan")(a[None], b[None])[0]
 
 
 def _associative_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
     extra = 0 if dim == 0 else -1  # scans the middle dimension of three
     scan = _of("examples.recurrent_text.AssociativeScan").apply
-    states: Tensor = scan(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
-    return states
+    return scan(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
 
 
 @functools.cache
@@ -87,30 +86,25 @@ def c_loop(a: Tensor, b: Tensor, dim: int) -> Tensor:
     return h
 
 
-def _eps(eps: float | None) -> float:
-    """Returns the default eps of rms_norm for float32 and the half types."""
-    return torch.finfo(torch.float32).eps if eps is None else eps
-
-
 # Each peer is called with the op's arguments, in their order.
 PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {
         "liger": lambda x, shape, weight, bias, eps=1e-5: liger(
             "layer_norm.LigerLayerNormFunction", x, weight, bias, eps
-        ),
+        )
     },
     "rms_norm": {
         "liger": lambda x, shape, weight, eps=None: liger(
-            "rms_norm.LigerRMSNormFunction", x, weight, _eps(eps), 0.0, "gemma", False
+            "rms_norm.LigerRMSNormFunction", x, weight, eps or EPS, 0.0, "gemma", False
         ),
-        "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=_eps(eps)),
+        "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=eps or EPS),
     },
     "add_rms_norm_p0": {
         "liger": lambda x, residual, shape, weight, eps, p, seed: liger(
-            "fused_add_rms_norm.LigerFusedAddRMSNormFunction", x, residual, weight, _eps(eps), 0.0, "gemma", False
+            "fused_add_rms_norm.LigerFusedAddRMSNormFunction", x, residual, weight, eps or EPS, 0.0, "gemma", False
         ),
         "quack": lambda x, residual, shape, weight, eps, p, seed: _of("quack.rmsnorm")(
-            x, weight, residual=residual, eps=_eps(eps), prenorm=True
+            x, weight, residual=residual, eps=eps or EPS, prenorm=True
         ),
     },
     "softmax": {

@@ -45,13 +45,11 @@ def exact(text: train_text.Text, settings: train_text.Settings) -> dict[str, tor
 
 def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dict[str, gradients.Error]:
     """Returns the errors of the first step's loss and gradients, and clears the gradients."""
-    loss = training.mean(training.backward(0))
-    found: dict[str, torch.Tensor | None] = {"loss": torch.tensor(loss, device=training.settings.device)}
-    for name, parameter in training.model.named_parameters():
-        grad = parameter.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    loss = torch.tensor(training.mean(training.backward(0)), device=training.settings.device)
+    grads = {name: each.grad for name, each in training.model.named_parameters()}
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
     training.optimizer.zero_grad()
-    return gradients.errors(found, truth)
+    return gradients.errors({"loss": loss} | whole, truth)
 
 
 def process(rank: int, processes: int, device: str, parallel: str | None, rounds: int, folder: Path) -> None:

@@ -158,8 +158,8 @@ def key(row: Row) -> tuple[str | int, ...]:
 
 def names(rows: list[Row]) -> list[str]:
     """Returns the contenders in their order, without the copy."""
-    found = {name: None for row in rows for name in (*row["seconds"], *row.get("failed", {})) if name != "copy"}
-    return list(found)
+    every = dict.fromkeys(name for row in rows for name in (*row["seconds"], *row.get("failed", {})))
+    return [name for name in every if name != "copy"]
 
 
 def other(rows: list[Row], key: str) -> list[Row]:
@@ -176,10 +176,7 @@ def continued(
         return {"machine": about, "rows": []}
     found = read(path, columns)
     for name, value in about.items():
-        there = found["machine"].get(name, value)
-        if there != value:
-            sys.exit(
-                f"error: {path} was measured with {name} {there}, and this run has {value}: "
-                "give another file with --json"
-            )
+        if (there := found["machine"].get(name, value)) != value:
+            what = f"{path} was measured with {name} {there}, and this run has {value}"
+            sys.exit(f"error: {what}: give another file with --json")
     return {"machine": about, "rows": found["rows"]}

@@ -8,6 +8,7 @@ percent of the copy's bandwidth. Streaming stores, and ops that write less than 
 import argparse
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Case:
     dtype: str
     rows: int
     cols: int
-    backward: bool
+    step: str  # forward or backward
     threads: int | None  # number of CPU threads; None on a GPU
     sizes: str
 
@@ -53,18 +54,13 @@ class Case:
         x, _, weights = self.dtype.partition("+")
         return DTYPES[x], DTYPES[weights or x]
 
-    @property
-    def step(self) -> str:
-        return "backward" if self.backward else "forward"
-
     def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of PyTorch as users call it. For half inputs with float32 weights, which PyTorch's
         layer_norm does not take on a GPU, it runs in float32."""
         return peers.in_float32(function) if self.dtype in MIXED and self.threads is None else function
 
     def floor_bytes(self) -> float:
-        elements = self.spec.bench.backward if self.backward else self.spec.bench.forward
-        return elements * self.rows * self.cols * self.types[0].itemsize
+        return getattr(self.spec.bench, self.step) * self.rows * self.cols * self.types[0].itemsize
 
     def copied_bytes(self) -> float:
         """Returns the bytes that the copy reads and writes: those of one large tensor, or for other sizes the floor."""
@@ -124,29 +120,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
-    """Yields the shapes at which an op is timed: the value of --sizes, the rows and the columns."""
-    largest = options.mib * 2**20 // itemsize
-    if "large" in options.sizes:
-        given = [width for name, width in options.op if name == spec.name and width is not None]
-        for cols in given or ([1024] if spec.bench.flat else options.width):
-            yield "large", max(largest // cols, 1), cols
-    if "small" in options.sizes:
-        yield from (("small", rows, cols) for rows, cols in SMALL)
-
-
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     threads = options.threads if options.device == "cpu" else None
     for spec in timed_specs():
         if spec.name not in dict(options.op) or (options.plans and spec.name not in info.NORMS):
             continue
+        given = [width for name, width in options.op if name == spec.name and width is not None]
+        widths = given or ([1024] if spec.bench.flat else options.width)
         for dtype in options.dtype:
             if dtype in MIXED and not spec.float_weights:
                 continue
-            for sizes, rows, cols in shapes(spec, DTYPES[dtype.partition("+")[0]].itemsize, options):
-                for step in options.passes:
-                    if step == "forward" or spec.bench.backward:
-                        yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
+            largest = options.mib * 2**20 // DTYPES[dtype.partition("+")[0]].itemsize
+            shapes = [("large", max(largest // cols, 1), cols) for cols in widths]
+            shapes += [("small", rows, cols) for rows, cols in SMALL]
+            for (sizes, rows, cols), step in itertools.product(shapes, options.passes):
+                if sizes in options.sizes and getattr(spec.bench, step):
+                    yield Case(spec, dtype, rows, cols, step, threads, sizes)
 
 
 def make_sample(case: Case, device: str) -> Sample:
@@ -165,7 +154,7 @@ def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[..
         functions["compile"] = torch.compile(stock, dynamic=False)  # compiles the timed shape alone
     installed = [name for name, version in peers.versions(options.device).items() if version is not None]
     known = peers.PEERS.get(case.spec.name, {})
-    left_out = peers.FORWARD_ALONE if case.backward else ()
+    left_out = peers.FORWARD_ALONE if case.step == "backward" else ()
     return functions | {name: known[name] for name in installed if name in known and name not in left_out}
 
 
@@ -212,7 +201,7 @@ def prepare(case: Case, options: argparse.Namespace) -> tuple[dict[str, Call], J
 
 
 def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Call:
-    if case.backward:
+    if case.step == "backward":
         return judge.backward(name, function)
     args, kwargs = judge.sample.args, judge.sample.kwargs
 
@@ -260,35 +249,30 @@ def kernel_seconds(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
 
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
-    """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
+    """Prints medians, one table for each op and dtype, at most 80 columns wide: percent of copy for large tensors, else
+    microseconds."""
     if rows:
         console.print(heading(found | {"rows": rows}), highlight=False)
     large = [row for row in rows if row["sizes"] == "large"]
-    others = [row for row in rows if row["sizes"] != "large"]
-    show_group(console, "percent of the bandwidth of a copy", large, percents=True)
-    for title, some in [("", others), *((f", {what}", results.other(rows, key)) for key, what in results.OTHERS)]:
-        show_group(console, f"microseconds{title}", some, percents=False)
-    for row in rows:
-        for name, reason in row.get("failed", {}).items():
-            case = f"{row['op']} {row['pass']} {row['dtype']} {row['rows']} x {row['cols']}"
-            console.print(f"{case}: {name}: {reason}", markup=False)
-
-
-def show_group(console: Console, title: str, rows: list[results.Row], percents: bool) -> None:
-    """Prints a table for each op and dtype of these rows, at most 80 columns wide."""
-    names = results.names(rows)
-    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
+    groups = {"percent of the bandwidth of a copy": large, "microseconds": [row for row in rows if row not in large]}
+    groups |= {f"microseconds, {what}": results.other(rows, key) for key, what in results.OTHERS}
+    for title, group in groups.items():
+        percents, names = group is large, results.names(group)
         heads = ["copy\nGB/s", "ours\nus", *(f"{name}\n%" for name in names)]
-        table = Table("\npass", "\nshape", box=None, padding=(0, 1, 0, 0))
-        for head in heads if percents else [f"{name}\nus" for name in ("copy", *names)]:
-            table.add_column(head, justify="right", no_wrap=True)
-        for row in rows:
-            if (row["op"], row["dtype"]) == (op, dtype):
+        for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in group):
+            table = Table("\npass", "\nshape", box=None, padding=(0, 1, 0, 0))
+            for head in heads if percents else [f"{name}\nus" for name in ("copy", *names)]:
+                table.add_column(head, justify="right", no_wrap=True)
+            for row in (row for row in group if (row["op"], row["dtype"]) == (op, dtype)):
                 cells = figures(row, ["copy", *names], percents)
                 if percents:
                     cells[1:1] = figures(row, ["ours"], percents=False)
                 table.add_row(row["pass"], f"{row['rows']} x {row['cols']}", *cells)
-        console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
+            console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
+    for row in rows:
+        for name, reason in row.get("failed", {}).items():
+            case = f"{row['op']} {row['pass']} {row['dtype']} {row['rows']} x {row['cols']}"
+            console.print(f"{case}: {name}: {reason}", markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

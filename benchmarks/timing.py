@@ -71,11 +71,8 @@ class BenchmarkParser(Parser):
         """`file` is the default of --json, with DEVICE for the device. `what` is timed --rounds times."""
         super().__init__(prog=f"python -m {command}", description=(about or "").replace("\n", " "))
         self.file = file
-        if device is None:
-            default = "cuda" if torch.cuda.is_available() else "cpu"
-            self.add_argument("--device", choices=["cpu", "cuda"], default=default)
-        else:
-            self.set_defaults(device=device)
+        default = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.add_argument("--device", choices=[device] if device else ["cpu", "cuda"], default=default)
         self.add_argument("--rounds", type=positive, default=rounds, help=f"timed {what} of each (default: {rounds})")
         self.add_argument("--json", dest="path", type=Path, help=f"where to write the figures (default: {file})")
 

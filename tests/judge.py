@@ -292,14 +292,28 @@ def assert_right(ours: Result, expected: Expected, what: str, limits: bool = Fal
     for kind, truth in expected.truths(ours):
         if not ours.gradients:  # forward alone
             truth = replace(truth, exact=Result(truth.exact.outputs, []))
-        for number, ((name, got), (_, exact)) in enumerate(zip(ours.tensors(), truth.exact.tensors(), strict=True)):
-            where = f"{what}, {in_words(name, expected)} {kind}"
-            assert got.shape == exact.shape, f"{where}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
-            is_number = got.is_floating_point() and exact.is_floating_point()
-            is_exact = not is_number or (number in expected.spec.exact and name.startswith("output"))
-            message = unequal(got, exact) if is_exact else wrong(got, number, truth, limits, nan_for_inf)
-            if message:
-                raise AssertionError(f"{where}: {message}")
+        for number, ((name, got), _) in enumerate(zip(ours.tensors(), truth.exact.tensors(), strict=True)):
+            is_exact = number in expected.spec.exact and name.startswith("output")
+            if message := refused(got, number, truth, is_exact, limits, nan_for_inf):
+                raise AssertionError(f"{what}, {in_words(name, expected)} {kind}: {message}")
+
+
+def refused(
+    got: Tensor,
+    number: int,
+    truth: Truth,
+    is_exact: bool = False,
+    limits: bool = False,
+    nan_for_inf: bool = False,
+) -> str | None:
+    """Returns what is wrong with an output or gradient, or None. With `is_exact` it must equal the rounded exact one,
+    as integers always must."""
+    _, exact = list(truth.exact.tensors())[number]
+    if got.shape != exact.shape:
+        return f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    if is_exact or not (got.is_floating_point() and exact.is_floating_point()):
+        return unequal(got, exact)
+    return wrong(got, number, truth, limits, nan_for_inf)
 
 
 def unwritten(name: str, device: str | None) -> str:

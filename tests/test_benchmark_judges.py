@@ -33,7 +33,7 @@ def test_every_op_is_judged(spec, device) -> None:
     they are returned again. The tensors are bfloat16 and have 1025 columns, and more rows than the judge checks."""
     for backward in (False, True) if spec.bench.backward else (False,):
         torch.manual_seed(0)
-        case = run.Case(spec, "bfloat16", 100, 1025, backward, 1, "large")
+        case = run.Case(spec, "bfloat16", 100, 1025, "backward" if backward else "forward", 1, "large")
         eager = spec.reference if spec.positional else spec.bench.stock or spec.reference
         judge = Judge(spec, *(run.make_sample(case, device) for _ in range(2)), eager=eager)
         call = run.call_of(case, judge, "ours", spec.function)

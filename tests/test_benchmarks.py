@@ -90,7 +90,7 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
 def test_eager_takes_them_in_float32_on_a_gpu() -> None:
     """On a GPU, PyTorch's layer_norm is timed on float32 tensors if x and weight differ in dtype, which it rejects."""
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
-    case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
+    case = run.Case(spec, "bfloat16+float32", 2, 3, step="forward", threads=None, sizes="large")
 
     def function(x, weight, p, *, residual):
         assert {x.dtype, weight.dtype, residual.dtype} == {torch.float32} and p == 0.5
@@ -130,7 +130,7 @@ def test_stopping_keeps_what_was_measured(bench, monkeypatch, capsys) -> None:
     measure = run.measure
 
     def stop_at_backward(case, *rest):
-        if case.backward:
+        if case.step == "backward":
             raise KeyboardInterrupt
         return measure(case, *rest)
 
@@ -535,7 +535,9 @@ def test_shapes_of_the_norms(monkeypatch) -> None:
         kernels_of = set()
         for shape in shapes:
             with norm_plans.allowed(shape):
-                kernels_of.add(info.norm_plan("layer_norm", "bfloat16", case.rows, case.cols, case.backward)["kernel"])
+                kernels_of.add(
+                    info.norm_plan("layer_norm", "bfloat16", case.rows, case.cols, case.step == "backward")["kernel"]
+                )
         assert kernels_of == names and norm_plans.shape_of(case) == before
 
 
