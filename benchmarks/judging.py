@@ -40,10 +40,8 @@ class Judge:
     """Judges the contenders of one case. `other` is a second sample of the same shapes, whose numbers replace those of
     `sample` before the last call."""
 
-    def __init__(
-        self, spec: OpSpec, sample: Sample, other: Sample, seed: int = 0, eager: Callable[..., Any] | None = None
-    ) -> None:
-        self.spec, self.sample, self.other, self.eager = spec, sample, other, eager or spec.reference
+    def __init__(self, spec: OpSpec, sample: Sample, other: Sample, seed: int, eager: Callable[..., Any]) -> None:
+        self.spec, self.sample, self.other, self.eager = spec, sample, other, eager
         self.dim = -1 if spec.name.endswith("_columns") else -2 if spec.name == "rotary_embedding" else 0
         self.count = sample.args[0].shape[self.dim]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))

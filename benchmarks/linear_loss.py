@@ -5,9 +5,9 @@ memory does not include the inputs and the gradients of a call. The loss and eve
 timed call are compared with float64. A wrong result ends the program.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def ways(device: str) -> dict[str, Callable[..., Any]]:
     if peers.versions(device).get("liger"):
         function = "fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction"
         found["liger"] = lambda *inputs: peers.liger(function, *inputs)[0]
-    return {"products": products} | {name: functools.partial(train, loss) for name, loss in found.items()}
+    return {"products": products} | {name: partial(train, loss) for name, loss in found.items()}
 
 
 def extra_bytes(call: Call, grad_bytes: int) -> int:
@@ -103,23 +103,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = BenchmarkParser("benchmarks linear_loss", __doc__, "out/linear-loss-DEVICE.json", 21).parse(arguments)
     rows, features, classes = SHAPES[options.device]
     generator = torch.Generator(options.device).manual_seed(0)
-    draw = functools.partial(torch.randn, generator=generator, device=options.device)
+    draw = partial(torch.randn, generator=generator, device=options.device)
     x = draw(rows, features).bfloat16().requires_grad_()
     weight = (draw(classes, features) * features**-0.5).bfloat16().requires_grad_()
     target = torch.randint(classes, (rows,), generator=generator, device=options.device)
-    calls: dict[str, Call] = {
-        name: functools.partial(way, x, weight, target) for name, way in ways(options.device).items()
-    }
+    calls: dict[str, Call] = {name: partial(way, x, weight, target) for name, way in ways(options.device).items()}
     judge = Judge(x, weight, target)
     times = take_turns(calls, options.device, options.rounds, judge=judge)
     judge.stop_if_wrong()
     origin = results.run(options.device)("linear_cross_entropy")
-    found: list[results.Row] = []
-    for name, time in times.items():
-        row: results.Row = {"way": name} | origin | {"seconds": time}
-        if options.device == "cuda":
-            row["extra_bytes"] = extra_bytes(calls[name], 0 if name == "products" else x.nbytes + weight.nbytes)
-        found.append(row)
+    found: list[results.Row] = [{"way": name} | origin | {"seconds": time} for name, time in times.items()]
+    for row in found if options.device == "cuda" else ():
+        row["extra_bytes"] = extra_bytes(calls[row["way"]], 0 if row["way"] == "products" else x.nbytes + weight.nbytes)
     liger = {"liger": peers.versions(options.device).get("liger")}
     about = results.about(options.device, liger, rounds=options.rounds)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}

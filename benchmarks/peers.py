@@ -126,9 +126,6 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-FORWARD_ALONE = ("c_loop",)
-
-
 @functools.cache
 def versions(device: str) -> dict[str, str | None]:
     """Returns the version of each library, or None if it cannot be imported here."""

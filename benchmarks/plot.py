@@ -46,9 +46,8 @@ def large_by_pass(rows: list[results.Row]) -> dict[tuple[str, str], list[results
     return found
 
 
-def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
+def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], style: str) -> None:
     color, marker = LOOKS.get(name, ("#56B4E9", "P"))  # a peer of a few ops
-    style = "-" if joined else "none"
     x, y = ([point[i] for point in points] for i in (0, 1))
     axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)
 
@@ -60,8 +59,8 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     axes.axhline(100, **LIMIT, label="copy")
     for name in results.names(rows):
         shares = [(i, row["percent_of_copy"][name]) for i, row in enumerate(rows) if name in row["percent_of_copy"]]
-        line(axes, name, [point for point in shares if point[0] < even])
-        line(axes, name, [point for point in shares if point[0] >= even], joined=False)
+        line(axes, name, [point for point in shares if point[0] < even], "-")
+        line(axes, name, [point for point in shares if point[0] >= even], "none")
     axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
 
 
@@ -134,7 +133,7 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
         timed = [(x, row) for x, group in by_intensity.items() for row in group if name in row["seconds"]]
         # A bandwidth counts the bytes that the op must move.
         points = [(x, x * (row["copy_gb_s"] * row["percent_of_copy"][name] / 100)) for x, row in timed]
-        line(axes, name, points, joined=False)
+        line(axes, name, points, "none")
     axes.set(xscale="log", yscale="log")
     name_above(axes, dict(sorted(by_intensity.items())))
     for axis, base, digits in ((axes.xaxis, 2.0, (1.0,)), (axes.yaxis, 10.0, (1.0, 2.0, 5.0))):

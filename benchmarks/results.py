@@ -69,13 +69,11 @@ def is_clean(known: str | None) -> bool:
 def folder(op: str, sources: dict[str, str]) -> str:
     """Returns the folder of csrc/ whose shim registers the op. `op` may be a benchmark's variant of an op, whose name
     begins with the op's name."""
-    words = op.split("_")
-    for count in range(len(words), 0, -1):
-        schema = f'"{"_".join(words[:count])}('
-        for path, text in sources.items():
-            if path.endswith(".cpp") and schema in text:
-                return path.split("/")[0]
-    raise LookupError(f"no file of csrc registers {op}")
+    shims = {path: text for path, text in sources.items() if path.endswith(".cpp")}
+    names = {name: path.split("/")[0] for path, text in shims.items() for name in re.findall(r'"(\w+)\(', text)}
+    while op and op not in names:
+        op = op.rpartition("_")[0]
+    return names[op]
 
 
 def digest_of(sources: dict[str, str], ops: Iterable[str], device: str) -> str:

@@ -152,15 +152,10 @@ def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[..
     is_loop = case.spec.by_hand is not None and case.spec.bench.stock is None  # torch.compile would unroll the loop
     if not options.no_compile and not is_loop:
         functions["compile"] = torch.compile(stock, dynamic=False)  # compiles the timed shape alone
-    installed = [name for name, version in peers.versions(options.device).items() if version is not None]
-    known = peers.PEERS.get(case.spec.name, {})
-    left_out = peers.FORWARD_ALONE if case.step == "backward" else ()
-    return functions | {name: known[name] for name in installed if name in known and name not in left_out}
-
-
-def without_masks(sample: Sample) -> Sample:
-    *others, _, _ = sample.args  # p and the seed
-    return Sample((*others, 0.0, None), sample.kwargs)
+    versions, known = peers.versions(options.device), dict(peers.PEERS.get(case.spec.name, {}))
+    if case.step == "backward":
+        known.pop("c_loop", None)  # which has no gradients
+    return functions | {name: peer for name, peer in known.items() if versions.get(name) is not None}
 
 
 def prepare(case: Case, options: argparse.Namespace) -> tuple[dict[str, Call], Judge]:
@@ -175,7 +170,8 @@ def prepare(case: Case, options: argparse.Namespace) -> tuple[dict[str, Call], J
     judge = Judge(case.spec, sample, other, options.seed, eager)
     unmasked = judge
     if own_masks:
-        unmasked = Judge(case.spec, without_masks(sample), without_masks(other), options.seed, eager)
+        bare = [Sample((*each.args[:-2], 0.0, None), each.kwargs) for each in (sample, other)]  # with p = 0, no seed
+        unmasked = Judge(case.spec, bare[0], bare[1], options.seed, eager)
     dtype = case.types[0]
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
     target = torch.empty_like(source)

@@ -152,14 +152,13 @@ def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
 
 def host(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes a table of host microseconds per call: a row for each op and way to call it, a column per pass."""
-    passes, lines = list(dict.fromkeys(row["pass"] for row in rows)), dict[tuple[str, str], dict[str, str]]()
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    # The rows of layer_norm name no op. They come in the order of WAYS, of which some are not in all passes.
+    lines: dict[tuple[str, str], dict[str, str]] = {(way, words): {} for way, words in WAYS.items()}
     for row in rows:
-        lines.setdefault((row.get("op", ""), row["way"]), {})[row["pass"]] = time(row["seconds"], scale=1e6)
-    if "op" in rows[0]:
-        body = [[op, way, *cells.values()] for (op, way), cells in lines.items()]
-    else:  # layer_norm, some of whose ways are not in all passes
-        known = {way: lines["", way] for way in WAYS if ("", way) in lines}
-        body = [[way, WAYS[way], *(cells.get(name, "") for name in passes)] for way, cells in known.items()]
+        line = (row["op"], row["way"]) if "op" in row else (row["way"], WAYS[row["way"]])
+        lines.setdefault(line, {})[row["pass"]] = time(row["seconds"], scale=1e6)
+    body = [[*line, *(cells.get(name, "") for name in passes)] for line, cells in lines.items() if cells]
     return ["", "", *passes], body
 
 
