@@ -120,9 +120,7 @@ def layer_norms(device: str) -> tuple[dict[str, Call], dict[str, Call]]:
     return forward, {way: with_backward(call) for way, call in forward.items()} | {"kernel": kernels}
 
 
-def take_batches(
-    op: str, head: Row, calls: dict[str, Call], device: str, rounds: int, mode: Callable[[], Any]
-) -> list[Row]:
+def take_batches(op: str, head: Row, calls: dict[str, Call], device: str, rounds: int, mode: Any) -> list[Row]:
     """Returns a row for each call, timed in batches that take turns. PLAIN has the plain registration of the op."""
     plain = contextlib.ExitStack()
 

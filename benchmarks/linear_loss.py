@@ -84,8 +84,8 @@ def ways(device: str) -> dict[str, Callable[..., Any]]:
         "compile": torch.compile(eager, dynamic=False),
     }
     if peers.versions(device).get("liger"):
-        function = "fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction"
-        found["liger"] = lambda *inputs: peers.liger(function, *inputs)[0]
+        of_liger = partial(peers.liger, "fused_linear_cross_entropy", "FusedLinearCrossEntropy")
+        found["liger"] = lambda *inputs: of_liger(*inputs)[0]
     return {"products": products} | {name: partial(train, loss) for name, loss in found.items()}
 
 

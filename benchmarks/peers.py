@@ -50,8 +50,8 @@ def _of(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def liger(path: str, *arguments: Any) -> Any:
-    return _of(f"liger_kernel.ops.{path}").apply(*arguments)
+def liger(module: str, function: str, *arguments: Any) -> Any:
+    return _of(f"liger_kernel.ops.{module}.Liger{function}Function").apply(*arguments)
 
 
 def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
@@ -89,34 +89,30 @@ def c_loop(a: Tensor, b: Tensor, dim: int) -> Tensor:
 # Each peer is called with the op's arguments, in their order.
 PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {
-        "liger": lambda x, shape, weight, bias, eps=1e-5: liger(
-            "layer_norm.LigerLayerNormFunction", x, weight, bias, eps
-        )
+        "liger": lambda x, shape, weight, bias, eps=1e-5: liger("layer_norm", "LayerNorm", x, weight, bias, eps)
     },
     "rms_norm": {
         "liger": lambda x, shape, weight, eps=None: liger(
-            "rms_norm.LigerRMSNormFunction", x, weight, eps or EPS, 0.0, "gemma", False
+            "rms_norm", "RMSNorm", x, weight, eps or EPS, 0.0, "gemma", False
         ),
         "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=eps or EPS),
     },
     "add_rms_norm_p0": {
         "liger": lambda x, residual, shape, weight, eps, p, seed: liger(
-            "fused_add_rms_norm.LigerFusedAddRMSNormFunction", x, residual, weight, eps or EPS, 0.0, "gemma", False
+            "fused_add_rms_norm", "FusedAddRMSNorm", x, residual, weight, eps or EPS, 0.0, "gemma", False
         ),
         "quack": lambda x, residual, shape, weight, eps, p, seed: _of("quack.rmsnorm")(
             x, weight, residual=residual, eps=eps or EPS, prenorm=True
         ),
     },
     "softmax": {
-        "liger": lambda x: liger("softmax.LigerSoftmaxFunction", x),
+        "liger": lambda x: liger("softmax", "Softmax", x),
         "quack": lambda x: _of("quack.softmax.softmax")(x),
     },
-    "swiglu": {"liger": lambda gate, up: liger("swiglu.LigerSiLUMulFunction", gate, up)},
-    "geglu_tanh": {"liger": lambda gate, up, approximate: liger("geglu.LigerGELUMulFunction", gate, up)},
-    "cross_entropy": {
-        "quack": lambda logits, target: _of("quack.cross_entropy.cross_entropy")(logits, target, reduction="mean")
-    },
-    "rotary_embedding": {"liger": lambda q, k, cos, sin: liger("rope.LigerRopeFunction", q, k, cos, sin)},
+    "swiglu": {"liger": lambda gate, up: liger("swiglu", "SiLUMul", gate, up)},
+    "geglu_tanh": {"liger": lambda gate, up, approximate: liger("geglu", "GELUMul", gate, up)},
+    "cross_entropy": {"quack": lambda x, target: _of("quack.cross_entropy.cross_entropy")(x, target, reduction="mean")},
+    "rotary_embedding": {"liger": lambda q, k, cos, sin: liger("rope", "Rope", q, k, cos, sin)},
     "linear_recurrence": {
         "accelerated_scan": _accelerated_scan,
         "associative_scan": _associative_scan,

@@ -5,7 +5,6 @@ Each row has the number of the run that measured it, the commit of that run and 
 import functools
 import hashlib
 import json
-import os
 import platform
 import re
 import subprocess
@@ -146,7 +145,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
     lists = {name: ",\n".join(map(json.dumps, each)) for name, each in found.items() if isinstance(each, list)}
     values = {name: f"[\n{lists[name]}\n]" if name in lists else json.dumps(found[name]) for name in found}
     part.write_text("{" + ",\n".join(f"{json.dumps(name)}: {value}" for name, value in values.items()) + "}\n")
-    os.replace(part, path)
+    part.replace(path)
 
 
 def key(row: Row) -> tuple[str | int, ...]:
@@ -165,9 +164,7 @@ def other(rows: list[Row], key: str) -> list[Row]:
     return [row | {"seconds": row[key]} for row in rows if key in row]
 
 
-def continued(
-    path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass"), anew: bool = False
-) -> dict[str, Any]:
+def continued(path: Path, about: Row, columns: Iterable[str] = ("op", "pass"), anew: bool = False) -> dict[str, Any]:
     """Returns the results in the file, with this run's description. Ends the program if the file is from another
     machine or has other settings. With `anew`, or if there is no file, the results are empty."""
     if anew or not path.exists():

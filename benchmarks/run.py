@@ -220,9 +220,7 @@ def measure(case: Case, options: argparse.Namespace) -> results.Row:
     bandwidth, floor = case.copied_bytes() / times["copy"]["median"], case.floor_bytes()
     percents = {name: 100 * floor / time["median"] / bandwidth for name, time in times.items() if name != "copy"}
     row = case.head() | {"copy_gb_s": 1e-9 * bandwidth, "percent_of_copy": percents, "floor_bytes": floor}
-    row["seconds"] = times
-    if judge.wrong:
-        row["failed"] = judge.wrong
+    row |= {"seconds": times} | ({"failed": judge.wrong} if judge.wrong else {})
     if options.device == "cuda":
         row["kernel_seconds"] = kernel_seconds(calls, options.rounds)
         row["call_seconds"] = take_turns(calls, "cuda", options.rounds, ahead=False)

@@ -88,24 +88,23 @@ def models(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes the table of whole models, with ratios to the stock model under torch.compile of the same run. A figure
     that no row has gets no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
-    heads, body = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"], []
-    for row in rows:
-        beside, has_peak = stock.get((row["model"], row["run"])), "peak_bytes" in row
-        cells = {"model": f"{row['model']}, {row['batch']} x {row['tokens']}", "": row["way"]}
-        cells["ms a step"] = time(row["seconds"])
-        if "kernel_seconds" in row:
-            cells["ms of kernels"] = f"{1e3 * row['kernel_seconds']:.1f}"
-        if "host_seconds" in row:
-            cells["ms of the host"] = time(row["host_seconds"])
-        if has_peak:
-            cells["GB at the peak"] = f"{row['peak_bytes'] / 1e9:.1f}"
-        if beside:
-            cells["time"] = f"{row['seconds']['median'] / beside['seconds']['median']:.2f}"
-        if beside and has_peak:
-            cells["memory"] = f"{row['peak_bytes'] / beside['peak_bytes']:.2f}"
-        body.append(cells)
-    heads = [head for head in heads if any(head in cells for cells in body)]
-    return heads, [[cells.get(head, "") for head in heads] for cells in body]
+    pairs = [(row, stock.get((row["model"], row["run"]), {})) for row in rows]
+
+    def ratio(figure: Callable[[results.Row], float], key: str) -> list[str]:
+        return [f"{figure(row) / figure(beside):.2f}" if key in row and key in beside else "" for row, beside in pairs]
+
+    columns = {
+        "model": [f"{row['model']}, {row['batch']} x {row['tokens']}" for row in rows],
+        "": [row["way"] for row in rows],
+        "ms a step": [time(row["seconds"]) for row in rows],
+        "ms of kernels": [f"{1e3 * row['kernel_seconds']:.1f}" if "kernel_seconds" in row else "" for row in rows],
+        "ms of the host": [time(row["host_seconds"]) if "host_seconds" in row else "" for row in rows],
+        "GB at the peak": [f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else "" for row in rows],
+        "time": ratio(lambda row: row["seconds"]["median"], "seconds"),
+        "memory": ratio(lambda row: row["peak_bytes"], "peak_bytes"),
+    }
+    columns = {head: cells for head, cells in columns.items() if any(cells)}
+    return list(columns), list(map(list, zip(*columns.values(), strict=True)))
 
 
 def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
@@ -134,14 +133,14 @@ def processes(rows: list[results.Row], time: Figure = median) -> Table:
 def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes a table of the scan steps of examples/scan_steps: milliseconds and percent of copy for each shape, and the
     errors and repeatability for the widest rows."""
-    shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in rows))
+    found = {(row["step"], (row["rows"], row["n"])): row for row in rows}
+    steps, shapes = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     body = []
-    for step in dict.fromkeys(row["step"] for row in rows):
+    for step in steps:
         cells = []
         for shape in shapes:
-            same = [row for row in rows if (row["rows"], row["n"]) == shape]
-            copy, row = same[0], next(row for row in same if row["step"] == step)
-            share = copy["seconds"]["median"] / row["seconds"]["median"]
+            row = found[step, shape]
+            share = found["copy", shape]["seconds"]["median"] / row["seconds"]["median"]
             percent = f"{100 * share:.0f}" if share > 0.095 else f"{100 * share:.2g}"
             cells.append(f"{time(row['seconds'], digits=2)}, {percent} %")
         error = f"{row['error_eps']:.2g} eps" if "error_eps" in row else ""

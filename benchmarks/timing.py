@@ -65,9 +65,7 @@ def take_turns(
 class BenchmarkParser(Parser):
     """Parses the options that all benchmarks have: the device, the rounds and the file for the figures."""
 
-    def __init__(
-        self, command: str, about: str | None, file: str, rounds: int, what: str = "calls", device: str | None = None
-    ) -> None:
+    def __init__(self, command: str, about: str | None, file: str, rounds: int, what: str = "calls", device: str = ""):
         """`file` is the default of --json, with DEVICE for the device. `what` is timed --rounds times."""
         super().__init__(prog=f"python -m {command}", description=(about or "").replace("\n", " "))
         self.file = file
