@@ -62,7 +62,3 @@ def wrong(
             if not abs(value) <= bound:
                 return f"{what}{name} has a {figure} of {value:.3g}, of at most {bound:.3g}"
     return None
-
-
-def largest(found: Mapping[str, Error]) -> float:
-    return max(each.distance for each in found.values())

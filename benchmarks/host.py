@@ -16,8 +16,6 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 
 import extension_cpp
 from benchmarks import results, table
-from benchmarks.results import Row
-from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, Call, take_turns
 from extension_cpp import _ops
 from extension_cpp.registration import autograd, calls
@@ -120,7 +118,9 @@ def layer_norms(device: str) -> tuple[dict[str, Call], dict[str, Call]]:
     return forward, {way: with_backward(call) for way, call in forward.items()} | {"kernel": kernels}
 
 
-def take_batches(op: str, head: Row, calls: dict[str, Call], device: str, rounds: int, mode: Any) -> list[Row]:
+def take_batches(
+    op: str, head: results.Row, calls: dict[str, Call], device: str, rounds: int, mode: Any
+) -> list[results.Row]:
     """Returns a row for each call, timed in batches that take turns. PLAIN has the plain registration of the op."""
     plain = contextlib.ExitStack()
 
@@ -146,7 +146,7 @@ def take_batches(op: str, head: Row, calls: dict[str, Call], device: str, rounds
     return [head | {"way": way, "seconds": seconds} for way, seconds in spent.items()]
 
 
-def measure(device: str, rounds: int) -> Iterator[Row]:
+def measure(device: str, rounds: int) -> Iterator[results.Row]:
     forward, both = layer_norms(device)
     for name, (mode, left_out) in PASSES.items():
         calls = both if name == "forward and backward" else forward
@@ -180,7 +180,7 @@ def passes(spec: OpSpec, sample: Sample) -> dict[str, Call]:
     return {"forward, grad": function, "forward and backward": both}
 
 
-def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[Row]:
+def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[results.Row]:
     for name, call in passes(spec, sample_of(spec, device)).items():
         head, calls = {"op": spec.name, "pass": name}, dict.fromkeys(("function", PLAIN), call)
         yield from take_batches(spec.name, head, calls, device, rounds, contextlib.nullcontext)
@@ -195,5 +195,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     origin = results.run(options.device)
     rows = [row | origin(op) for op in options.op for row in measure_op(specs[op], options.device, options.rounds)]
     rows = rows or [row | origin("layer_norm") for row in measure(options.device, options.rounds)]
-    finish(options.path, {"machine": about, "rows": rows}, table.host)
+    table.finish(options.path, {"machine": about, "rows": rows}, table.host)
     return 0

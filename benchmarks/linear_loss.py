@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import extension_cpp
 from benchmarks import gradients, peers, results, table
-from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, Call, take_turns
 
 # SHAPES has rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head whose calls take only seconds.
@@ -118,5 +117,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     liger = {"liger": peers.versions(options.device).get("liger")}
     about = results.about(options.device, liger, rounds=options.rounds)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}
-    finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
+    table.finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
     return 0

@@ -33,13 +33,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, w
 
 import torch
 import transformers
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
 
 import extension_cpp
 from benchmarks import gradients, results, table
-from benchmarks.table import finish
-from benchmarks.timing import BenchmarkParser, Time, take_turns
+from benchmarks.timing import BenchmarkParser, take_turns
 
 SEED = 0  # for weights and inputs
 PROFILED = 5  # steps
@@ -83,8 +80,7 @@ def narrow(shape: Shape, batch: int, tokens: int, **layers: int) -> Shape:
 SMALL = {name: narrow(shape, 2, 32, num_hidden_layers=2, n_layer=2) for name, shape in SHAPES.items()}
 OF_HOST = {name: narrow(shape, 1, 8) for name, shape in SHAPES.items()}  # with as many layers
 
-WAYS = ("stock", "converted", "linear loss", "liger")
-MODES = ("", " compiled", " compiled, no mask")
+WAYS, MODES = ("stock", "converted", "linear loss", "liger"), ("", " compiled", " compiled, no mask")
 KEY_BIAS = (".key.bias", ".k_proj.bias")
 CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
@@ -146,8 +142,7 @@ def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
     before = vars(module).copy()
     apply(model=patched)
     patches = {name: value for name, value in vars(module).items() if before.get(name) is not value}
-    for name in patches:
-        setattr(module, name, before[name])
+    vars(module).update(before)
     return patched, patches
 
 
@@ -218,7 +213,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
         contender.optimizer.zero_grad()
         contender.model.train()
         if wrong is None:
-            found[name] = {"first_loss": loss, "gradient_error": gradients.largest(errors)}
+            found[name] = {"first_loss": loss, "gradient_error": max(each.distance for each in errors.values())}
         elif name.startswith("liger"):
             print(f"{name} is left out: {wrong}", file=sys.stderr)
             del contenders[name]
@@ -231,18 +226,20 @@ def kernel_seconds(step: Callable[[], object]) -> float:
     """Returns the time of a step's kernels, including copies and fills, as the median of some steps."""
     sums = []
     for _ in range(PROFILED):
-        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
             torch.cuda.synchronize()
-        on_gpu = (each for each in profile.events() if each.device_type == DeviceType.CUDA)
+        on_gpu = (each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
         sums.append(sum(each.self_device_time_total for each in on_gpu if not each.is_user_annotation))
     return 1e-6 * statistics.median(sums)
 
 
-def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the figures by contender, and the functions that the converted model's modules call."""
+def measure(shape: Shape, of_host: Shape | None, options: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the figures by contender, and the functions that the converted model's modules call. With the model
+    `of_host` the figures have the time of a step of this model on the host's clock, which waits for no kernel."""
+    device, rounds = options.device, options.rounds
     stock, inputs = make(shape, device)
-    contenders, changed = contenders_of(stock, inputs, names)
+    contenders, changed = contenders_of(stock, inputs, options.contender)
     figures = judge(stock, inputs, contenders)
     times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
     for name, contender in contenders.items():
@@ -253,13 +250,11 @@ def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tup
             torch.cuda.synchronize()
             figures[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
             figures[name]["kernel_seconds"] = kernel_seconds(contender.step)
+    if of_host is not None:
+        small, _ = contenders_of(*make(of_host, device), list(figures))
+        for name, time in take_turns({name: each.step for name, each in small.items()}, "cpu", rounds).items():
+            figures[name]["host_seconds"] = time
     return figures, changed
-
-
-def host_seconds(shape: Shape, device: str, names: Sequence[str], rounds: int) -> dict[str, Time]:
-    """Returns the time of a step by contender, on the host's clock, which waits for no kernel."""
-    contenders, _ = contenders_of(*make(shape, device), names)
-    return take_turns({name: each.step for name, each in contenders.items()}, "cpu", rounds)
 
 
 # All compiled contenders share the code of one class, so torch.compile counts their compilations together. Beyond its
@@ -279,10 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     origin_of = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
-        figures, changed = measure(shape, options.device, options.contender, options.rounds)
-        if options.host:
-            for way, time in host_seconds(OF_HOST[name], options.device, list(figures), options.rounds).items():
-                figures[way]["host_seconds"] = time
+        figures, changed = measure(shape, OF_HOST[name] if options.host else None, options)
         head = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "converted_modules": len(changed)}
         functions = {words.split()[0] for words in changed.values()}  # without their options
         origin = origin_of(*sorted(functions | {"linear_cross_entropy"}))
@@ -292,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    finish(options.path, found, table.models)
+    table.finish(options.path, found, table.models)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from typing import Any
 from extension_cpp import LIBRARY
 from extension_cpp.command import info
 
-ALL = 2**64 - 1
-
 
 @contextlib.contextmanager
 def allowed(shape: int) -> Iterator[None]:
@@ -23,7 +21,7 @@ def allowed(shape: int) -> Iterator[None]:
     try:
         yield
     finally:
-        allow(ctypes.c_uint64(ALL))
+        allow(ctypes.c_uint64(2**64 - 1))  # all rows
 
 
 def shape_of(case: Any) -> int:

@@ -28,6 +28,7 @@ LOOKS = {
     "liger": ("#CC79A7", "D"),
     "quack": ("#D55E00", "v"),
 }
+Groups = dict[tuple[str, str], list[results.Row]]  # the rows of large tensors, by op and pass
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
 # The documents' pictures: the stem of the file, the ops, and the kind and dtype of the picture.
 PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
@@ -35,15 +36,6 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "docs/norms-cpu.svg": ("cpu", ("layer_norm", "rms_norm"), "widths-bfloat16"),
     "docs/roofline-h200.svg": ("h200-norms", None, "roofline-bfloat16"),
 }
-
-
-def large_by_pass(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row]]:
-    """Returns the rows of large tensors by op and pass."""
-    found: dict[tuple[str, str], list[results.Row]] = {}
-    for row in rows:
-        if row["sizes"] == "large":
-            found.setdefault((row["op"], row["pass"]), []).append(row)
-    return found
 
 
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], style: str) -> None:
@@ -64,9 +56,9 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
 
 
-def widths(rows: list[results.Row], title: str) -> Figure | None:
+def widths(every: Groups, title: str) -> Figure | None:
     """Draws a row of panels for each op that has several widths, with forward and backward side by side."""
-    groups = {step: group for step, group in large_by_pass(rows).items() if len(group) > 1}
+    groups = {key: group for key, group in every.items() if len(group) > 1}
     ops = list(dict.fromkeys(op for op, _ in groups))
     if not ops:
         return None
@@ -111,11 +103,11 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
         place += 0.012 + 0.02 * len(lines)
 
 
-def roofline(rows: list[results.Row], title: str) -> Figure | None:
+def roofline(groups: Groups, title: str) -> Figure | None:
     """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
     benches = {spec.name: spec.bench for spec in timed_specs()}
     chosen, by_intensity = list[results.Row](), dict[float, list[results.Row]]()
-    for (op, step), group in large_by_pass(rows).items():
+    for (op, step), group in groups.items():
         if op in benches and (operations := benches[op].operations):  # not every op counts its operations
             chosen.append(max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)))
             moved = (benches[op].forward, benches[op].backward)[step == "backward"]
@@ -151,11 +143,14 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
     """Yields the names and figures of all pictures for which the file has rows."""
     found = results.read(path)
     for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["dtype"] == dtype and (ops is None or row["op"] in ops)]
+        groups: Groups = {}
+        for row in (row for row in found["rows"] if row["dtype"] == dtype and row["sizes"] == "large"):
+            if ops is None or row["op"] in ops:
+                groups.setdefault((row["op"], row["pass"]), []).append(row)
         title = f"{found['machine']['device']}, {dtype}: "
-        if figure := widths(rows, title + "percent of copy over width"):
+        if figure := widths(groups, title + "percent of copy over width"):
             yield f"{path.stem}-widths-{dtype}", figure
-        if figure := roofline(rows, title + "roofline of the ops named below, each at its best width"):
+        if figure := roofline(groups, title + "roofline of the ops named below, each at its best width"):
             yield f"{path.stem}-roofline-{dtype}", figure
 
 

@@ -19,10 +19,8 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from benchmarks import gradients, results, table
-from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser
 from examples import train_text
-from examples.train_text import OPS
 from extension_cpp.__main__ import positive
 
 LARGE = {"width": 2048, "layers": 16, "heads": 16, "context": 1024, "batch": 32, "accumulate": 8, "learning_rate": 1e-4}
@@ -53,8 +51,8 @@ def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dic
 
 
 def process(rank: int, processes: int, device: str, parallel: str | None, rounds: int, folder: Path) -> None:
-    """Trains with each of OPS. The first process writes the seconds and the loss of each step, and the errors of the
-    first gradients, to the folder."""
+    """Trains with each of the example's OPS. The first process writes the seconds and the loss of each step, and the
+    errors of the first gradients, to the folder."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     if parallel:
@@ -65,7 +63,7 @@ def process(rank: int, processes: int, device: str, parallel: str | None, rounds
     path, found = folder / "exact.pt", {}
     if not path.exists():  # the single process, which comes first, writes the file
         torch.save(exact(text, settings), path)
-    for ops in OPS:  # one after the other, because two models of this size do not fit on a GPU
+    for ops in train_text.OPS:  # one after the other, because two models of this size do not fit on a GPU
         training = train_text.Training(ops, text, settings, compiled=True, parallel=parallel)
         first = errors(training, torch.load(path, map_location=device))
         for _ in range(WARM_UP + rounds):
@@ -96,15 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         for parallel, count in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
             (folder / "rendezvous").unlink(missing_ok=True)
-            given = (count, options.device, parallel, options.rounds, folder)
+            given = count, options.device, parallel, options.rounds, folder
             torch.multiprocessing.start_processes(process, given, count, start_method="spawn")
             for ops, figures in torch.load(folder / "found.pt", weights_only=False).items():
                 place, first = f"{parallel or 'alone'} {count}", figures.pop("errors")
                 beside = beside or first
                 if wrong := gradients.wrong(first, beside):
                     sys.exit(f"error: {place}, {ops}: {wrong}")
-                error = {"gradient_error": gradients.largest(first)}
+                error = {"gradient_error": max(each.distance for each in first.values())}
                 rows.append({"place": place, "ops": ops} | origin | figures | error)
             results.write(options.path, found)  # keeps these figures if a later run fails
-    finish(options.path, found, table.processes)
+    table.finish(options.path, found, table.processes)
     return 0

@@ -31,7 +31,7 @@ def cells(rows: list[results.Row], step: str) -> list[str]:
     same, ours, best = [row for row in rows if row["pass"] == step], [], []
     for dtype in ("float32", "bfloat16"):
         percents = [row["percent_of_copy"] for row in same if row["dtype"] == dtype]
-        peers = [[percent for name, percent in each.items() if name != "ours"] for each in percents]
+        peers = [[each[name] for name in each if name != "ours"] for each in percents]
         ours.append(span([each["ours"] for each in percents if "ours" in each]))
         best.append(span([max(each) for each in peers if each]))
     return [" / ".join(each) if same else "-" for each in (ours, best)]

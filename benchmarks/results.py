@@ -4,6 +4,7 @@ Each row has the number of the run that measured it, the commit of that run and 
 
 import functools
 import hashlib
+import importlib.util
 import json
 import platform
 import re
@@ -33,10 +34,7 @@ PUBLISHED = ROOT / "benchmarks" / "results"
 
 def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
     """Returns the machine, the settings of a run, and the versions of what it compares."""
-    try:
-        from triton import __version__ as compiler
-    except ImportError:
-        compiler = None
+    compiler = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
     ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of the same version
     versions = {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda} | (libraries or {})
     machine = {

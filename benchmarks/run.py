@@ -32,9 +32,9 @@ from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
 SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Half types with float32 weights. The weights are the inputs of one dimension.
-MIXED = ("bfloat16+float32", "float16+float32")
+# The dtypes of x and of the weights, by the names of --dtype. The weights are the inputs of one dimension.
+DTYPES = {name: (getattr(torch, name),) * 2 for name in ("float32", "bfloat16", "float16")}
+DTYPES |= {f"{name}+float32": (getattr(torch, name), torch.float32) for name in ("bfloat16", "float16")}
 SLOW = 100  # a call slower than 100 copies is timed once, and not in every round
 
 
@@ -48,23 +48,17 @@ class Case:
     threads: int | None  # number of CPU threads; None on a GPU
     sizes: str
 
-    @property
-    def types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Returns the dtype of x and the dtype of the weights."""
-        x, _, weights = self.dtype.partition("+")
-        return DTYPES[x], DTYPES[weights or x]
-
     def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of PyTorch as users call it. For half inputs with float32 weights, which PyTorch's
         layer_norm does not take on a GPU, it runs in float32."""
-        return peers.in_float32(function) if self.dtype in MIXED and self.threads is None else function
+        return peers.in_float32(function) if "+" in self.dtype and self.threads is None else function
 
     def floor_bytes(self) -> float:
-        return getattr(self.spec.bench, self.step) * self.rows * self.cols * self.types[0].itemsize
+        return getattr(self.spec.bench, self.step) * self.rows * self.cols * DTYPES[self.dtype][0].itemsize
 
     def copied_bytes(self) -> float:
         """Returns the bytes that the copy reads and writes: those of one large tensor, or for other sizes the floor."""
-        one = 2 * self.rows * self.cols * self.types[0].itemsize
+        one = 2 * self.rows * self.cols * DTYPES[self.dtype][0].itemsize
         return one if self.sizes == "large" else self.floor_bytes()
 
     def head(self) -> results.Row:
@@ -91,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "host times what a call costs, processes several GPUs, python -m benchmarks.models whole models. "
         "Each has a --help."
     )
-    names, dtypes = [spec.name for spec in timed_specs()], [*DTYPES, *MIXED]
+    names, dtypes = [spec.name for spec in timed_specs()], list(DTYPES)
     several = functools.partial(parser.add_argument, nargs="+")
     every = [(name, None) for name in names]
     told = f"of {', '.join(names)}; OP:WIDTH at this width alone"
@@ -128,9 +122,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         given = [width for name, width in options.op if name == spec.name and width is not None]
         widths = given or ([1024] if spec.bench.flat else options.width)
         for dtype in options.dtype:
-            if dtype in MIXED and not spec.float_weights:
+            if "+" in dtype and not spec.float_weights:
                 continue
-            largest = options.mib * 2**20 // DTYPES[dtype.partition("+")[0]].itemsize
+            largest = options.mib * 2**20 // DTYPES[dtype][0].itemsize
             shapes = [("large", max(largest // cols, 1), cols) for cols in widths]
             shapes += [("small", rows, cols) for rows, cols in SMALL]
             for (sizes, rows, cols), step in itertools.product(shapes, options.passes):
@@ -140,7 +134,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def make_sample(case: Case, device: str) -> Sample:
     def make(shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(shape, dtype=case.types[len(shape) == 1], device=device, requires_grad=True)
+        return torch.randn(shape, dtype=DTYPES[case.dtype][len(shape) == 1], device=device, requires_grad=True)
 
     return case.spec.bench.sample(make, (case.rows, case.cols))
 
@@ -172,7 +166,7 @@ def prepare(case: Case, options: argparse.Namespace) -> tuple[dict[str, Call], J
     if own_masks:
         bare = [Sample((*each.args[:-2], 0.0, None), each.kwargs) for each in (sample, other)]  # with p = 0, no seed
         unmasked = Judge(case.spec, bare[0], bare[1], options.seed, eager)
-    dtype = case.types[0]
+    dtype = DTYPES[case.dtype][0]
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
     target = torch.empty_like(source)
     calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}

@@ -53,10 +53,8 @@ def take_turns(
     for number in range(rounds + 2):
         for name, call in calls.items():
             ready(name)
-            if judge and number == rounds + 1:
-                spent = judged_seconds(name, call, device, judge, ahead)
-            else:
-                spent = seconds_of(call, device, ahead)
+            is_judged = judge is not None and number == rounds + 1
+            spent = judged_seconds(name, call, device, judge, ahead) if is_judged else seconds_of(call, device, ahead)
             if number >= 2:
                 seconds[name].append(spent)
     return {name: summary(values) for name, values in seconds.items()}

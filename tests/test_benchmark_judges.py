@@ -87,7 +87,9 @@ def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None
         processes.main(["--device", "cpu", "--rounds", "9", "--json", str(path)])
     assert asked == [(1, "cpu", None), (2, "cpu", "ddp"), (2, "cpu", "fsdp")]
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["place"], row["ops"]) for row in rows] == [(p, o) for p in ("alone 1", "ddp 2") for o in processes.OPS]
+    assert [(row["place"], row["ops"]) for row in rows] == [
+        (p, o) for p in ("alone 1", "ddp 2") for o in train_text.OPS
+    ]
     for row in rows:
         assert len(row["seconds"]) == 9 and row["losses"][-1] < row["losses"][0] and row["gradient_error"] < 0.02
     alone, two = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table(path).splitlines()[-2:])
