@@ -28,6 +28,9 @@ class Error:
     scale: float
 
 
+Errors = dict[str, Error]  # by the names of the gradients
+
+
 def error(gradient: Tensor | None, exact: Tensor, by_lines: bool = False) -> Error:
     """Returns the error of a gradient. A missing gradient counts as zeros. With `by_lines` each line along the first of
     several dimensions is compared on its own, and the largest distance and the largest scale are returned."""
@@ -45,13 +48,11 @@ def error(gradient: Tensor | None, exact: Tensor, by_lines: bool = False) -> Err
     return Error(distances.max().item(), scales.flatten()[scales.abs().argmax()].item())
 
 
-def errors(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor]) -> dict[str, Error]:
+def errors(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor]) -> Errors:
     return {name: error(gradients[name], each) for name, each in exact.items()}
 
 
-def wrong(
-    found: Mapping[str, Error], stock: Mapping[str, Error], floor: float = FLOOR, what: str = "the gradient of "
-) -> str | None:
+def wrong(found: Errors, stock: Errors, floor: float = FLOOR, what: str = "the gradient of ") -> str | None:
     """Describes the first gradient whose error exceeds its bound, or returns None. The stock model's own gradients may
     be STOCK off."""
     for name, each in found.items():

@@ -142,8 +142,8 @@ def take_batches(
     batches: dict[str, Call] = {way: functools.partial(batch, call, CALLS) for way, call in calls.items()}
     with plain:
         times = take_turns(batches, "cpu", rounds, ready)  # the host is timed, even if the tensors are on a GPU
-    spent = {way: {figure: value / CALLS for figure, value in time.items()} for way, time in times.items()}
-    return [head | {"way": way, "seconds": seconds} for way, seconds in spent.items()]
+    seconds = {way: {figure: spent / CALLS for figure, spent in time.items()} for way, time in times.items()}
+    return [head | {"way": way, "seconds": seconds[way]} for way in calls]
 
 
 def measure(device: str, rounds: int) -> Iterator[results.Row]:

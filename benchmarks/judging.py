@@ -97,9 +97,8 @@ class Judge:
     def message(self, got: rule.Result) -> str | None:
         """Says what is wrong with a result, or returns None. That of a backward has its forward's outputs, too."""
         some = rule.Result(tuple(map(self.of_lines, got.outputs)), list(map(self.of_lines, got.gradients)))
-        expected = self.expected
         with self.masks(self.lines):
-            for kind, truth in expected.truths(some) if got.gradients else [("", expected.whole)]:
+            for kind, truth in self.expected.truths(some) if got.gradients else [("", self.expected.whole)]:
                 for number, (what, x) in enumerate(some.tensors()):
                     if message := rule.refused(x, number, self.sums(got) if self.is_sum(x) else truth):
                         return f"{what}{kind and f' {kind}'}: {message}"

@@ -114,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[results.Row] = [{"way": name} | origin | {"seconds": time} for name, time in times.items()]
     for row in found if options.device == "cuda" else ():
         row["extra_bytes"] = extra_bytes(calls[row["way"]], 0 if row["way"] == "products" else x.nbytes + weight.nbytes)
-    liger = {"liger": peers.versions(options.device).get("liger")}
-    about = results.about(options.device, liger, rounds=options.rounds)
+    about = results.about(options.device, {"liger": peers.versions(options.device).get("liger")}, rounds=options.rounds)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}
     table.finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
     return 0

@@ -38,6 +38,7 @@ import extension_cpp
 from benchmarks import gradients, results, table
 from benchmarks.timing import BenchmarkParser, take_turns
 
+Inputs = dict[str, torch.Tensor]  # of a model, by name
 SEED = 0  # for weights and inputs
 PROFILED = 5  # steps
 
@@ -72,8 +73,7 @@ NARROW |= {"vocab_size": 300, "image_size": 32, "num_labels": 10}
 
 def narrow(shape: Shape, batch: int, tokens: int, **layers: int) -> Shape:
     """Returns the Shape of a model with few columns and few tokens. A model of images always has five tokens."""
-    narrowed = NARROW | layers
-    config = {key: narrowed.get(key, value) for key, value in shape.config.items()}
+    config = {key: (NARROW | layers).get(key, value) for key, value in shape.config.items()}
     return Shape(shape.model, config, batch, 5 if "image_size" in config else tokens)
 
 
@@ -91,7 +91,7 @@ class Contender:
 
     model: torch.nn.Module
     forward: Callable[..., Any]  # the model, or the compiled model
-    inputs: dict[str, torch.Tensor]
+    inputs: Inputs
     optimizer: torch.optim.Optimizer  # all contenders share its weights
     # Attributes to replace, while the model runs, in the Python module that defines the model's class.
     patches: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Contender:
         self.optimizer.zero_grad()
 
 
-def make(shape: Shape, device: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def make(shape: Shape, device: str) -> tuple[torch.nn.Module, Inputs]:
     """Returns the stock model and its inputs. What was compiled for another model is freed before."""
     torch.compiler.reset()
     model_class = getattr(transformers, shape.model)
@@ -156,9 +156,7 @@ def without_mask(model: Any) -> Any:
     return maskless
 
 
-def contenders_of(
-    stock: Any, inputs: dict[str, torch.Tensor], names: Sequence[str]
-) -> tuple[dict[str, Contender], dict[str, str]]:
+def contenders_of(stock: Any, inputs: Inputs, names: Sequence[str]) -> tuple[dict[str, Contender], dict[str, str]]:
     """Returns the contenders that can run, and the functions that the converted model's modules call."""
     converted, linear = twin(stock), twin(stock)
     models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {}), "converted": (converted, {})}
@@ -179,7 +177,7 @@ def contenders_of(
     return contenders, changed
 
 
-def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def exact_gradients(stock: torch.nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Returns the float32 gradients, computed for one sequence at a time, because a batch of activations would not fit.
 
     The bias of a key has no gradient: it adds one number to all scores of a query, which softmax removes again. Its
@@ -189,11 +187,10 @@ def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> 
     wide_inputs = {name: each.float() if each.is_floating_point() else each for name, each in inputs.items()}
     for i in range(batch):
         (wide(**{name: each[i : i + 1] for name, each in wide_inputs.items()}).loss / batch).backward()
-    found = {name: each.grad for name, each in wide.named_parameters() if not name.endswith(KEY_BIAS)}
-    return {name: grad for name, grad in found.items() if grad is not None}
+    return {name: x.grad for name, x in wide.named_parameters() if x.grad is not None and not name.endswith(KEY_BIAS)}
 
 
-def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: dict[str, Contender]) -> dict[str, Any]:
+def judge(stock: torch.nn.Module, inputs: Inputs, contenders: dict[str, Contender]) -> dict[str, Any]:
     """Returns the first loss and the largest error of each contender's gradients. Liger is left out if it raises or is
     wrong, because it may not support this version of transformers. Any other wrong contender ends the program."""
     exact = exact_gradients(stock, inputs)

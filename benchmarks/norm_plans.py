@@ -32,9 +32,5 @@ def shape_of(case: Any) -> int:
 
 def contenders(case: Any) -> dict[str, int]:
     """Returns the rows of the table that can run the case, by the names that they have in the results."""
-    found = {}
-    for shape in range(info.ask_library_number("norm_plan_shapes")):
-        with allowed(shape):
-            if shape_of(case) == shape:
-                found[f"plan {shape}"] = shape
-    return found
+    shapes = range(info.ask_library_number("norm_plan_shapes"))
+    return {f"plan {shape}": shape for shape in shapes if allowed(shape)(shape_of)(case) == shape}

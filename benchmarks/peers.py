@@ -16,6 +16,7 @@ A peer gets the arguments of this package's op, with the same meaning. The libra
   rotates its inputs further, but reads and writes as many bytes as the other libraries.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -69,11 +70,10 @@ def _associative_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
 @functools.cache
 def _c_loop_library() -> ctypes.CDLL:
     """Compiles c_loop.c once per process. The library stays mapped after its folder is deleted."""
-    source = Path(__file__).with_name("c_loop.c")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "c_loop.so")
-        flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-        subprocess.run([*(command_in("CC") or ["cc"]), *flags, str(source), "-o", str(target)], check=True)
+        words = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(Path(__file__).with_name("c_loop.c"))]
+        subprocess.run([*(command_in("CC") or ["cc"]), *words, "-o", str(target)], check=True)
         return ctypes.CDLL(str(target))
 
 
@@ -105,10 +105,7 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
             x, weight, residual=residual, eps=eps or EPS, prenorm=True
         ),
     },
-    "softmax": {
-        "liger": lambda x: liger("softmax", "Softmax", x),
-        "quack": lambda x: _of("quack.softmax.softmax")(x),
-    },
+    "softmax": {"liger": lambda x: liger("softmax", "Softmax", x), "quack": lambda x: _of("quack.softmax.softmax")(x)},
     "swiglu": {"liger": lambda gate, up: liger("swiglu", "SiLUMul", gate, up)},
     "geglu_tanh": {"liger": lambda gate, up, approximate: liger("geglu", "GELUMul", gate, up)},
     "cross_entropy": {"quack": lambda x, target: _of("quack.cross_entropy.cross_entropy")(x, target, reduction="mean")},
@@ -127,13 +124,11 @@ def versions(device: str) -> dict[str, str | None]:
     """Returns the version of each library, or None if it cannot be imported here."""
     if device == "cpu":
         return {"c_loop": "-O3"}
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict.fromkeys(LIBRARIES)
     for name, (module, distribution) in LIBRARIES.items():
-        try:
+        with contextlib.suppress(Exception):  # the import of a library for another torch or GPU may raise any error
             importlib.import_module(module)
             found[name] = metadata.version(distribution)
-        except Exception:  # the import of a library for another torch or GPU may raise any error
-            found[name] = None
     return found
 
 
@@ -144,8 +139,7 @@ def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         return one.float() if isinstance(one, Tensor) and one.is_floating_point() else one
 
     def call(x: Tensor, *others: Any, **named: Any) -> Any:
-        wide = {name: widen(one) for name, one in named.items()}
-        outputs = function(widen(x), *map(widen, others), **wide)
+        outputs = function(widen(x), *map(widen, others), **{name: widen(one) for name, one in named.items()})
         return tuple(y.to(x.dtype) for y in outputs) if isinstance(outputs, tuple) else outputs.to(x.dtype)
 
     return call

@@ -44,20 +44,9 @@ def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], style: st
     axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)
 
 
-def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
-    """Draws percent of copy over width. Multiples of 8 are joined by a line, and other widths stand on the right."""
-    rows = sorted(rows, key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
-    even = sum(row["cols"] % 8 == 0 for row in rows)
-    axes.axhline(100, **LIMIT, label="copy")
-    for name in results.names(rows):
-        shares = [(i, row["percent_of_copy"][name]) for i, row in enumerate(rows) if name in row["percent_of_copy"]]
-        line(axes, name, [point for point in shares if point[0] < even], "-")
-        line(axes, name, [point for point in shares if point[0] >= even], "none")
-    axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
-
-
 def widths(every: Groups, title: str) -> Figure | None:
-    """Draws a row of panels for each op that has several widths, with forward and backward side by side."""
+    """Draws percent of copy over width, in a row of panels for each op that has several widths, with forward and
+    backward side by side. Multiples of 8 are joined by a line, and other widths stand on the right."""
     groups = {key: group for key, group in every.items() if len(group) > 1}
     ops = list(dict.fromkeys(op for op, _ in groups))
     if not ops:
@@ -69,7 +58,14 @@ def widths(every: Groups, title: str) -> Figure | None:
             if (op, step) not in groups:
                 one.remove()
                 continue
-            widths_panel(one, groups[op, step])
+            rows = sorted(groups[op, step], key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
+            even = sum(row["cols"] % 8 == 0 for row in rows)
+            one.axhline(100, **LIMIT, label="copy")
+            for name in results.names(rows):
+                shares = [(i, row["percent_of_copy"][name]) for i, row in enumerate(rows) if name in row["seconds"]]
+                line(one, name, [point for point in shares if point[0] < even], "-")
+                line(one, name, [point for point in shares if point[0] >= even], "none")
+            one.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
             one.set_title(f"{op} {step}", fontsize=9)
             one.grid(alpha=0.3)
             if op == ops[-1]:

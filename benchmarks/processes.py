@@ -37,8 +37,7 @@ def exact(text: train_text.Text, settings: train_text.Settings) -> dict[str, tor
             loss = training.model(*sequence) / (settings.accumulate * settings.batch)
             loss.backward()
             total += loss.detach()
-    grads = {name: each.grad for name, each in training.model.named_parameters() if each.grad is not None}
-    return {"loss": total} | grads
+    return {"loss": total} | {name: x.grad for name, x in training.model.named_parameters() if x.grad is not None}
 
 
 def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dict[str, gradients.Error]:
@@ -85,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = ["ddp", "fsdp"]
     parser.add_argument("--parallel", choices=kinds, nargs="+", default=kinds, help="(default: both)")
     options = parser.parse(arguments)
-    about = results.about(options.device, rounds=options.rounds)
     origin = results.run(options.device)("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
     rows: list[results.Row] = []
+    about = results.about(options.device, rounds=options.rounds)
     found = {"machine": about, "sizes": SIZES[options.device], "rows": rows}
     beside: dict[str, gradients.Error] = {}  # the errors of the first run
     with tempfile.TemporaryDirectory() as name:

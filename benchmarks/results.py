@@ -49,11 +49,10 @@ def about(device: str, libraries: dict[str, str | None] | None = None, **setting
 def commit() -> str | None:
     """Returns the commit of the source tree, with -dirty if tracked files other than figures and documents have changed
     since, or None if git does not know it."""
-    git = ["git", "-C", str(ROOT)]
+    git = functools.partial(subprocess.check_output, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)
     tracked = ["--untracked-files=no", "--", ".", ":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)*.md"]
     try:
-        words = ([*git, "rev-parse", "--short=12", "HEAD"], [*git, "status", "--porcelain", *tracked])
-        head, changed = (subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
+        head, changed = git(["git", "rev-parse", "--short=12", "HEAD"]), git(["git", "status", "--porcelain", *tracked])
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.strip() + ("-dirty" if changed else "")

@@ -89,10 +89,6 @@ def models(rows: list[results.Row], time: Figure = median) -> Table:
     that no row has gets no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
     pairs = [(row, stock.get((row["model"], row["run"]), {})) for row in rows]
-
-    def ratio(figure: Callable[[results.Row], float], key: str) -> list[str]:
-        return [f"{figure(row) / figure(beside):.2f}" if key in row and key in beside else "" for row, beside in pairs]
-
     columns = {
         "model": [f"{row['model']}, {row['batch']} x {row['tokens']}" for row in rows],
         "": [row["way"] for row in rows],
@@ -100,8 +96,8 @@ def models(rows: list[results.Row], time: Figure = median) -> Table:
         "ms of kernels": [f"{1e3 * row['kernel_seconds']:.1f}" if "kernel_seconds" in row else "" for row in rows],
         "ms of the host": [time(row["host_seconds"]) if "host_seconds" in row else "" for row in rows],
         "GB at the peak": [f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else "" for row in rows],
-        "time": ratio(lambda row: row["seconds"]["median"], "seconds"),
-        "memory": ratio(lambda row: row["peak_bytes"], "peak_bytes"),
+        "time": [f"{row['seconds']['median'] / one['seconds']['median']:.2f}" if one else "" for row, one in pairs],
+        "memory": [f"{row['peak_bytes'] / one['peak_bytes']:.2f}" if "peak_bytes" in one else "" for row, one in pairs],
     }
     columns = {head: cells for head, cells in columns.items() if any(cells)}
     return list(columns), list(map(list, zip(*columns.values(), strict=True)))
@@ -186,8 +182,7 @@ KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
     """Sorts by op and dtype in the file's order, then by width, and forward before backward."""
     ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
-    rows = sorted(rows, key=lambda row: (row["cols"], row["pass"] != "forward"))
-    return sorted(rows, key=lambda row: (ops.index(row["op"]), dtypes.index(row["dtype"])))
+    return sorted(rows, key=lambda x: (ops.index(x["op"]), dtypes.index(x["dtype"]), x["cols"], x["pass"] != "forward"))
 
 
 def _table(rows: list[results.Row], percents: bool) -> list[str]:
