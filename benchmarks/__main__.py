@@ -16,9 +16,8 @@ COMMANDS = ("compare", "host", "linear_loss", "plot", "processes")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in COMMANDS:
-        return importlib.import_module(f"benchmarks.{words[0]}").main(words[1:])
-    return importlib.import_module("benchmarks.run").main(words)
+    name = words.pop(0) if words and words[0] in COMMANDS else "run"
+    return importlib.import_module(f"benchmarks.{name}").main(words)
 
 
 if __name__ == "__main__":

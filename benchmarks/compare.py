@@ -43,10 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     numbers = (Column(heading, justify="right", no_wrap=True) for heading in ("before us", "after us", "change"))
     table = Table(Column("what", overflow="fold"), *numbers)  # the first column may wrap, so that the figures fit
-    ratios = [
-        (new["median"] / old["median"], row, name, (old, new)) for row, name, old, new in found if is_beyond(old, new)
-    ]
-    for ratio, row, name, times in sorted(ratios, key=lambda each: -each[0]):
+    ratios = [(b["median"] / a["median"], row, name, a, b) for row, name, a, b in found if is_beyond(a, b)]
+    for ratio, row, name, *times in sorted(ratios, key=lambda each: -each[0]):
         what = f"{row['op']} {row['pass']}, {row['dtype']}, {row['rows']} x {row['cols']}: {name}"
         table.add_row(what, *(f"{time['median'] * 1e6:.4g}" for time in times), f"{100 * ratio - 100:+.1f} %")
     if ratios:

@@ -28,36 +28,31 @@ class Error:
     scale: float
 
 
-def error(gradient: Tensor | None, exact: Tensor) -> Error:
-    """Returns the error of a gradient. A missing gradient counts as zeros."""
+Errors = dict[str, Error]  # by the names of the gradients
+
+
+def error(gradient: Tensor | None, exact: Tensor, by_lines: bool = False) -> Error:
+    """Returns the error of a gradient. A missing gradient counts as zeros. With `by_lines` each line along the first of
+    several dimensions is compared on its own, and the largest distance and the largest scale are returned."""
     if gradient is None:
         return Error(1.0, -1.0)
     if gradient.shape != exact.shape:
         return Error(math.inf, math.inf)
-    got, exact = gradient.to(exact.dtype).flatten(), exact.flatten()
-    size = exact.norm()
-    if not size > 0:
-        return Error(0.0 if not got.any() else math.inf, 0.0)
-    return Error(((got - exact).norm() / size).item(), ((got / size) @ (exact / size)).item() - 1)
-
-
-def worst_line(gradient: Tensor, exact: Tensor) -> Error:
-    """Returns the largest distance and the largest scale of the rows of a matrix, each row compared on its own."""
-    got, sizes = gradient.to(exact.dtype), exact.norm(dim=1)
+    count = len(exact) if by_lines and exact.dim() > 1 else 1
+    got, exact = gradient.to(exact.dtype).reshape(count, -1), exact.reshape(count, -1)
+    sizes = exact.norm(dim=1, keepdim=True)
     is_zero, sizes = sizes == 0, torch.where(sizes == 0, 1, sizes)
-    distances, scales = (got - exact).norm(dim=1) / sizes, (got * exact).sum(1) / sizes**2 - 1
+    distances = (got - exact).norm(dim=1, keepdim=True) / sizes
     distances = torch.where(is_zero & (distances > 0), math.inf, distances)
-    scales = torch.where(is_zero, 0, scales)
-    return Error(distances.max().item(), scales[scales.abs().argmax()].item())
+    scales = torch.where(is_zero, 0, ((got / sizes) * (exact / sizes)).sum(1, keepdim=True) - 1)
+    return Error(distances.max().item(), scales.flatten()[scales.abs().argmax()].item())
 
 
-def errors(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor]) -> dict[str, Error]:
+def errors(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor]) -> Errors:
     return {name: error(gradients[name], each) for name, each in exact.items()}
 
 
-def wrong(
-    found: Mapping[str, Error], stock: Mapping[str, Error], floor: float = FLOOR, what: str = "the gradient of "
-) -> str | None:
+def wrong(found: Errors, stock: Errors, floor: float = FLOOR, what: str = "the gradient of ") -> str | None:
     """Describes the first gradient whose error exceeds its bound, or returns None. The stock model's own gradients may
     be STOCK off."""
     for name, each in found.items():
@@ -68,7 +63,3 @@ def wrong(
             if not abs(value) <= bound:
                 return f"{what}{name} has a {figure} of {value:.3g}, of at most {bound:.3g}"
     return None
-
-
-def largest(found: Mapping[str, Error]) -> float:
-    return max(each.distance for each in found.values())

@@ -7,7 +7,6 @@ waits for a GPU only between batches. The ways take turns.
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -17,11 +16,10 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 
 import extension_cpp
 from benchmarks import results, table
-from benchmarks.results import Row
-from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, Call, take_turns
 from extension_cpp import _ops
-from extension_cpp.registration import autograd, calls, entries
+from extension_cpp.registration import autograd, calls
+from extension_cpp.registration.entries import DERIVATIVES
 from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
 
 ROWS, COLS, EPS = 8, 512, 1e-5
@@ -38,23 +36,6 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 }
 
 
-@functools.cache
-def formulas() -> dict[str, dict[str, Any]]:
-    """Returns backward, setup_context and plain of each differentiable operator, by running a copy of ops.py."""
-    found = {}
-
-    def note(op: str, *, backward: Any, setup_context: Any = None, plain: Any = None, **others: Any) -> None:
-        if callable(backward):
-            setup_context = setup_context or entries._save_inputs(op)
-            found[op] = {"backward": backward, "setup_context": setup_context, "plain": plain}
-
-    source = importlib.util.find_spec("extension_cpp.ops")
-    assert source is not None and source.loader is not None
-    with mock.patch.object(entries, "register", note):
-        source.loader.exec_module(importlib.util.module_from_spec(source))
-    return found
-
-
 def in_order(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
     """Converts a backward of this package, which returns a dictionary, to one for torch.library.register_autograd,
     which returns the gradients in the order of the arguments."""
@@ -69,30 +50,26 @@ def registered_plainly(op: str) -> Iterator[None]:
     `_ops` then has a function that only calls the operator. A backward pass that is not differentiated itself still
     runs the no-grad overload of the backward operator, as if that operator had no derivative.
     """
-    names = [name for name in (op, f"{op}_backward") if name in formulas()]
+    names = [name for name in (op, f"{op}_backward") if name in DERIVATIVES]
     operator, no_grad = (calls.overload_of(autograd.qualified(op + end)) for end in ("", calls.NO_GRAD))
-    count, every = len(no_grad._schema.returns), len(operator._schema.returns)
-    call_operator = calls.by_position(operator)
-
-    def call(*args: Any) -> Any:
-        found = call_operator(*args)
-        return found if count == every else found[0] if count == 1 else found[:count]
-
+    call, count = calls.by_position(operator), len(no_grad._schema.returns)
+    if count < len(operator._schema.returns):
+        call = autograd.leading(call, count)
     library = torch.library.Library(calls.NAMESPACE, "FRAGMENT")
     try:
         for name in names:
             full = autograd.qualified(name)
             del autograd.registrations[full]  # PyTorch allows only one registration at a time
             del calls.DIRECT[full]
-            backward = in_order(calls.overload_of(full), formulas()[name]["backward"])
-            setup_context = formulas()[name]["setup_context"]
+            backward = in_order(calls.overload_of(full), DERIVATIVES[name]["backward"])
+            setup_context = DERIVATIVES[name]["setup_context"]
             torch.library.register_autograd(full, backward, setup_context=setup_context, lib=library)
         with mock.patch.object(_ops, op, call):
             yield
     finally:
         del library
         for name in names:
-            autograd.register_autograd(name, **formulas()[name])
+            autograd.register_autograd(name, **DERIVATIVES[name])
 
 
 def layer_norms(device: str) -> tuple[dict[str, Call], dict[str, Call]]:
@@ -142,8 +119,8 @@ def layer_norms(device: str) -> tuple[dict[str, Call], dict[str, Call]]:
 
 
 def take_batches(
-    op: str, head: Row, calls: dict[str, Call], device: str, rounds: int, mode: Callable[[], Any]
-) -> list[Row]:
+    op: str, head: results.Row, calls: dict[str, Call], device: str, rounds: int, mode: Any
+) -> list[results.Row]:
     """Returns a row for each call, timed in batches that take turns. PLAIN has the plain registration of the op."""
     plain = contextlib.ExitStack()
 
@@ -165,11 +142,11 @@ def take_batches(
     batches: dict[str, Call] = {way: functools.partial(batch, call, CALLS) for way, call in calls.items()}
     with plain:
         times = take_turns(batches, "cpu", rounds, ready)  # the host is timed, even if the tensors are on a GPU
-    spent = {way: {figure: value / CALLS for figure, value in time.items()} for way, time in times.items()}
-    return [head | {"way": way, "seconds": seconds} for way, seconds in spent.items()]
+    seconds = {way: {figure: spent / CALLS for figure, spent in time.items()} for way, time in times.items()}
+    return [head | {"way": way, "seconds": seconds[way]} for way in calls]
 
 
-def measure(device: str, rounds: int) -> Iterator[Row]:
+def measure(device: str, rounds: int) -> Iterator[results.Row]:
     forward, both = layer_norms(device)
     for name, (mode, left_out) in PASSES.items():
         calls = both if name == "forward and backward" else forward
@@ -203,7 +180,7 @@ def passes(spec: OpSpec, sample: Sample) -> dict[str, Call]:
     return {"forward, grad": function, "forward and backward": both}
 
 
-def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[Row]:
+def measure_op(spec: OpSpec, device: str, rounds: int) -> Iterator[results.Row]:
     for name, call in passes(spec, sample_of(spec, device)).items():
         head, calls = {"op": spec.name, "pass": name}, dict.fromkeys(("function", PLAIN), call)
         yield from take_batches(spec.name, head, calls, device, rounds, contextlib.nullcontext)
@@ -218,5 +195,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     origin = results.run(options.device)
     rows = [row | origin(op) for op in options.op for row in measure_op(specs[op], options.device, options.rounds)]
     rows = rows or [row | origin("layer_norm") for row in measure(options.device, options.rounds)]
-    finish(options.path, {"machine": about, "rows": rows}, table.host)
+    table.finish(options.path, {"machine": about, "rows": rows}, table.host)
     return 0

@@ -13,8 +13,9 @@ that of eager PyTorch. Relative errors must stay below a quarter.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,6 @@ from torch import Tensor
 
 import extension_cpp
 from benchmarks import gradients
-from benchmarks.gradients import Error
 from tests import judge as rule
 from tests.opspec import OpSpec, Sample, Terms, as_tuple, leaves
 
@@ -31,35 +31,18 @@ LINES = 64
 CHUNK = 2**22  # sums over all lines convert so many elements of x to float64 at a time
 
 
-def line_dimension(spec: OpSpec) -> int:
-    if spec.name.endswith("_columns"):
-        return -1
-    return -2 if spec.name == "rotary_embedding" else 0
-
-
 def tensors(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def copied(sample: Sample) -> Sample:
-    """Returns the sample with its floating-point tensors copied, as leaves that require grad where the originals do."""
-
-    def one(x: Any) -> Any:
-        is_copied = isinstance(x, Tensor) and x.is_floating_point()
-        return x.detach().clone().requires_grad_(x.requires_grad) if is_copied else x
-
-    return Sample(tuple(map(one, sample.args)), {name: one(x) for name, x in sample.kwargs.items()})
 
 
 class Judge:
     """Judges the contenders of one case. `other` is a second sample of the same shapes, whose numbers replace those of
     `sample` before the last call."""
 
-    def __init__(
-        self, spec: OpSpec, sample: Sample, other: Sample, seed: int = 0, eager: Callable[..., Any] | None = None
-    ) -> None:
-        self.spec, self.sample, self.other, self.eager = spec, sample, other, eager or spec.reference
-        self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
+    def __init__(self, spec: OpSpec, sample: Sample, other: Sample, seed: int, eager: Callable[..., Any]) -> None:
+        self.spec, self.sample, self.other, self.eager = spec, sample, other, eager
+        self.dim = -1 if spec.name.endswith("_columns") else -2 if spec.name == "rotary_embedding" else 0
+        self.count = sample.args[0].shape[self.dim]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         some = {0, self.count - 1, *inner[: LINES - 2].tolist()}
         self.seeds = [x for x in sample.args if isinstance(x, Tensor) and x.shape == (1,)]
@@ -69,15 +52,15 @@ class Judge:
         self.copies: list[Sample] = []  # the inputs of each contender's backward
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}
-        self.stock_sums: dict[str, Error] = {}  # errors of eager PyTorch
-        self._sums: rule.Truth | None = None
+        self.stock_sums: dict[str, gradients.Error] = {}  # errors of eager PyTorch
+        self.known_sums: rule.Truth | None = None
 
     def backward(self, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
         """Calls a contender's forward, and returns a call of its backward. All contenders get the same grad_outs.
 
         Each contender has a copy of the inputs, because some libraries write gradients or results into their inputs.
         """
-        self.copies.append(copied(self.sample))
+        self.copies.append(rule.mapped(self.sample, torch.clone))
         outputs = as_tuple(function(*self.copies[-1].args, **self.copies[-1].kwargs))
         self.outputs[name] = tuple(x.detach().clone() for x in outputs)  # an output may be one of the inputs
         outputs = tuple(x for x in outputs if x.requires_grad)
@@ -97,6 +80,8 @@ class Judge:
     def judge(self, name: str, result: Any) -> None:
         if name in self.skipped:
             return
+        if self.spec.from_saved is not None:  # the exact sums depend on the result's rounded outputs
+            self.known_sums = None
         outputs, values = self.outputs.get(name), as_tuple(result)
         got = rule.Result(values, []) if outputs is None else rule.Result(outputs, list(values))
         try:
@@ -112,48 +97,42 @@ class Judge:
     def message(self, got: rule.Result) -> str | None:
         """Says what is wrong with a result, or returns None. That of a backward has its forward's outputs, too."""
         some = rule.Result(tuple(map(self.of_lines, got.outputs)), list(map(self.of_lines, got.gradients)))
-        expected = self.expected
         with self.masks(self.lines):
-            for kind, truth in expected.truths(some) if got.gradients else [("", expected.whole)]:
-                for number, (what, lines) in enumerate(some.tensors()):
-                    if not self.is_sum(lines) and (message := wrong(lines, number, truth)):
+            for kind, truth in self.expected.truths(some) if got.gradients else [("", self.expected.whole)]:
+                for number, (what, x) in enumerate(some.tensors()):
+                    if message := rule.refused(x, number, self.sums(got) if self.is_sum(x) else truth):
                         return f"{what}{kind and f' {kind}'}: {message}"
-        for number, (what, whole) in enumerate(got.tensors()):
-            if self.is_sum(whole) and (message := wrong(whole.detach(), number, self.sums(got))):
-                return f"{what}: {message}"
         return None
 
     def far_away(self, name: str, got: rule.Result) -> str | None:
         """Says which tensor of a contender's result is too far from the exact one, or returns None."""
-        lines, sums = {}, {}
+        found = {}
         for number, (what, x) in enumerate(got.tensors()):
-            if not x.is_floating_point():
-                if message := wrong(self.of_lines(x), number, self.expected.whole):
-                    return f"{what}: {message}"
-            elif self.is_sum(x):
-                sums[what] = gradients.error(x.detach(), list(self.sums(got).exact.tensors())[number][1])
-            else:
-                lines[what] = self.error(self.of_lines(x), number)
+            truth, lines = self.sums(got) if self.is_sum(x) else self.expected.whole, self.of_lines(x)
+            if x.is_floating_point():
+                found[what] = self.error(lines, number, truth)
+            elif message := rule.refused(lines, number, truth):
+                return f"{what}: {message}"
         most = 0.125  # half the largest error allowed; a contender with larger errors computes something else
-        beside = self.stock | {what: Error(most, most) for what in sums}
+        beside = dict.fromkeys(found, gradients.Error(most, most)) | self.stock_sums | self.stock
         if name == "eager":
-            self.stock_sums = sums
-        else:
-            beside |= self.stock_sums
-        beside = {what: Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()}
+            self.stock_sums = {what: each for what, each in found.items() if what not in self.stock}
+        beside = {
+            what: gradients.Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()
+        }
         values = (x for x in got.gradients or got.outputs if x.is_floating_point())
         eps = max((torch.finfo(x.dtype).eps for x in values), default=0.0)
         floor = max(2 * eps, 32 * torch.finfo(torch.float32).eps)  # 32: of an exponential
-        return gradients.wrong(lines | sums, beside, floor, what="")
+        return gradients.wrong(found, beside, floor, what="")
 
-    def error(self, lines: Tensor, number: int) -> Error:
-        exact = list(self.expected.whole.exact.tensors())[number][1]
-        if lines.dim() == 1:
-            return gradients.error(lines, exact)
-        return gradients.worst_line(*(x.movedim(self.dim, 0).flatten(1) for x in (lines, exact)))
+    def error(self, got: Tensor, number: int, truth: rule.Truth) -> gradients.Error:
+        exact = list(truth.exact.tensors())[number][1]
+        if got.dim() > 1:
+            got, exact = got.movedim(self.dim, 0), exact.movedim(self.dim, 0)
+        return gradients.error(got, exact, by_lines=True)
 
     @functools.cached_property
-    def stock(self) -> dict[str, Error]:
+    def stock(self) -> dict[str, gradients.Error]:
         """The errors of the reference in the dtype of the inputs, on the lines that are judged (self.lines)."""
         sample, grads = self.call_on(self.lines)
         with self.masks(self.lines):
@@ -164,22 +143,21 @@ class Judge:
                 with torch.no_grad():
                     found = rule.Result(as_tuple(self.eager(*sample.args, **sample.kwargs)), [])
         return {
-            what: self.error(x, number)
+            what: self.error(x, number, self.expected.whole)
             for number, (what, x) in enumerate(found.tensors())
             if x.is_floating_point() and not self.is_sum(x)
         }
 
     def is_sum(self, x: Tensor) -> bool:
         """Returns whether a result is a sum over all rows (or columns): a mean loss, or the gradient of a weight."""
-        if not self.spec.bench.by_lines:
-            return False
-        has_weights = any(each.dim() == 1 for each in leaves(self.sample))
-        return x.dim() == 0 or (x.dim() == 1 and has_weights and x.shape[0] == self.sample.args[0].shape[-1])
+        has_weights = any(each.dim() == 1 for each in leaves(self.sample)) and x.is_floating_point()
+        is_weight = has_weights and x.dim() == 1 and x.shape[0] == self.sample.args[0].shape[-1]
+        return self.spec.bench.by_lines and (x.dim() == 0 or is_weight)
 
     def of_lines(self, x: Tensor, lines: Sequence[int] | None = None) -> Tensor:
         """Returns some lines (rows, columns or tokens) of an input or a result, those of self.lines by default. A
         weight or its gradient, which has no lines, is returned as a whole."""
-        if not self.spec.bench.by_lines or x.dim() == 0 or (x.is_floating_point() and self.is_sum(x)):
+        if not self.spec.bench.by_lines or self.is_sum(x):
             return x.detach()
         index = torch.tensor(self.lines if lines is None else lines, device=x.device)
         return x.detach().index_select(self.dim, index)
@@ -187,14 +165,7 @@ class Judge:
     def call_on(self, lines: Sequence[int]) -> tuple[Sample, list[Tensor]]:
         """Returns the arguments of the call for some lines alone, and the gradients of its outputs. The gradient of a
         mean over all lines is scaled for the mean over these lines, which divides by fewer."""
-
-        def one(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.shape == (1,):  # a seed
-                return x
-            return self.of_lines(x, lines).requires_grad_(x.requires_grad)
-
-        args, kwargs = self.sample.args, self.sample.kwargs
-        sample = Sample(tuple(map(one, args)), {name: one(x) for name, x in kwargs.items()})
+        sample = rule.mapped(self.sample, lambda x: x if x.shape == (1,) else self.of_lines(x, lines))  # (1,): a seed
         share = len(lines) / self.count
         return sample, [self.of_lines(grad, lines) * (share if grad.dim() == 0 else 1) for grad, _ in self.grads]
 
@@ -217,36 +188,29 @@ class Judge:
 
     def sums(self, got: rule.Result) -> rule.Truth:
         """Returns the exact values of results that are sums over all lines, and the terms of their error bounds."""
-        if self._sums is not None:
-            return self._sums
-        found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
+        if self.known_sums is not None:
+            return self.known_sums
+        size, total = max(CHUNK * self.count // self.sample.args[0].numel(), 1), list[Any]()
         outputs = got.outputs if got.gradients else ()  # what a backward may read
         for begin in range(0, self.count, size):
             lines = range(begin, min(begin + size, self.count))
             expected, saved = self.part(lines), tuple(self.of_lines(x, lines) for x in outputs)
             with self.masks(lines):
                 _, truth = next(iter(expected.truths(rule.Result(saved, []))))
-                found = self.added(found, truth, len(lines) / self.count)
-        assert found is not None
-        if self.spec.from_saved is None:
-            self._sums = found
-        return found
-
-    def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
-        """Adds to `before` the sums over the lines of one more chunk. `share` is the chunk's share of all lines."""
-        exact, sizes = [], []
-        for number, ((_, x), term) in enumerate(zip(truth.exact.tensors(), truth.known_terms, strict=True)):
-            if x.dim() == 0:  # the mean over the lines of the chunk
-                x = x * share
-                term = Terms(term.size * share, term.c, term.saved * share, term.rounded * share)
-            if before is not None and self.is_sum(x):
-                old = before.known_terms[number]
-                x = x + list(before.exact.tensors())[number][1]
-                term = Terms(old.size + term.size, term.c, old.saved + term.saved, old.rounded + term.rounded)
-            exact.append(x)
-            sizes.append(term)
-        outputs = len(truth.exact.outputs)
-        return rule.Truth(rule.Result(tuple(exact[:outputs]), exact[outputs:]), lambda: sizes, truth.keep_saved)
+                terms = truth.known_terms
+            exact, share = [x for _, x in truth.exact.tensors()], len(lines) / self.count
+            parts = [(x, term.size, term.saved, term.rounded) for x, term in zip(exact, terms, strict=True)]
+            for number, part in enumerate(parts):
+                if part[0].dim() == 0:  # a mean over these lines
+                    parts[number] = part = tuple(share * each for each in part)
+                if total and self.is_sum(part[0]):
+                    parts[number] = tuple(map(operator.add, total[number], part))
+            total = parts
+        terms = [Terms(total[i][1], term.c, *total[i][2:]) for i, term in enumerate(terms)]
+        exact, count = [part[0] for part in total], len(truth.exact.outputs)
+        whole = rule.Result(tuple(exact[:count]), exact[count:])
+        self.known_sums = rule.Truth(whole, lambda: terms, truth.keep_saved)
+        return self.known_sums
 
     @functools.cached_property
     def mask(self) -> Tensor:
@@ -255,26 +219,13 @@ class Judge:
         ones = torch.ones(x.shape, dtype=torch.float16, device=x.device)
         return extension_cpp.reference.dropout(ones, p, seed=self.seeds[0]) != 0
 
-    @contextmanager
-    def masks(self, lines: Sequence[int]) -> Iterator[None]:
+    def masks(self, lines: Sequence[int]) -> AbstractContextManager[Any]:
         """Makes the reference's dropout apply the mask that these lines have in the whole tensor."""
         if not self.seeds:
-            yield
-            return
+            return nullcontext()
         kept = self.mask.index_select(0, torch.tensor(lines, device=self.mask.device))
 
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, seed: Tensor | None = None) -> Tensor:
             return torch.where(kept, input / (1 - p), 0)
 
-        with mock.patch.object(extension_cpp.reference, "dropout", dropout):
-            yield
-
-
-def wrong(got: Tensor, number: int, truth: rule.Truth) -> str | None:
-    """Says what is wrong with a tensor or its shape, or returns None."""
-    shape = tuple(list(truth.exact.tensors())[number][1].shape)
-    if tuple(got.shape) != shape:
-        return f"shape {tuple(got.shape)}, expected {shape}"
-    if not got.is_floating_point():
-        return rule.unequal(got, list(truth.exact.tensors())[number][1])
-    return rule.wrong(got, number, truth)
+        return mock.patch.object(extension_cpp.reference, "dropout", dropout)

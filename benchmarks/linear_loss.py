@@ -5,17 +5,17 @@ memory does not include the inputs and the gradients of a call. The loss and eve
 timed call are compared with float64. A wrong result ends the program.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import extension_cpp
 from benchmarks import gradients, peers, results, table
-from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser, Call, take_turns
 
 # SHAPES has rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head whose calls take only seconds.
@@ -32,19 +32,7 @@ def products(x: Tensor, weight: Tensor, target: Tensor) -> None:
 
 
 def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight), target)
-
-
-def eager_float32(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Computes the loss from float32 logits, as transformers does."""
-    return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight).float(), target)
-
-
-def liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
-    return loss
+    return F.cross_entropy(F.linear(x, weight), target)
 
 
 def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -52,17 +40,15 @@ def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor
     return value.detach(), *torch.autograd.grad(value, (x, weight))
 
 
-def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, ...]:
     """Returns the loss and its gradients in float64, computed for some rows at a time."""
-    wide, total = weight.detach().double().requires_grad_(), x.new_zeros((), dtype=torch.float64)
-    grads_x, grad_weight = [], torch.zeros_like(wide)
-    for rows, classes in zip(x.detach().split(ROWS), target.split(ROWS), strict=True):
-        part = rows.double().requires_grad_()
-        loss = torch.nn.functional.cross_entropy(part @ wide.t(), classes, reduction="sum") / len(x)
-        grad_x, grad = torch.autograd.grad(loss, (part, wide))
-        total, grad_weight = total + loss.detach(), grad_weight.add_(grad)
-        grads_x.append(grad_x)
-    return total, torch.cat(grads_x), grad_weight
+    x, weight = (each.detach().double().requires_grad_() for each in (x, weight))
+    total = torch.zeros_like(x[0, 0])
+    for rows in torch.arange(len(x), device=x.device).split(ROWS):
+        loss = eager(x[rows], weight, target[rows]) * (len(rows) / len(x))
+        loss.backward()
+        total += loss.detach()
+    return total, x.grad, weight.grad
 
 
 class Judge:
@@ -79,10 +65,8 @@ class Judge:
 
     def judge(self, name: str, result: Any) -> None:
         if name != "products":
-            (loss, *grads), (exact_loss, *exact_grads) = result, self.exact
-            found = map(gradients.worst_line, grads, exact_grads)
-            errors = (gradients.error(loss, exact_loss), *found)
-            self.errors[name] = dict(zip(("loss", "x", "weight"), errors, strict=True))
+            pairs = zip(("loss", "x", "weight"), result, self.exact, strict=True)
+            self.errors[name] = {what: gradients.error(got, exact, by_lines=True) for what, got, exact in pairs}
 
     def stop_if_wrong(self) -> None:
         wrong = {name: gradients.wrong(each, self.errors["eager"]) for name, each in self.errors.items()}
@@ -91,11 +75,17 @@ class Judge:
 
 
 def ways(device: str) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Tensor]] = {"ours": extension_cpp.linear_cross_entropy, "eager": eager}
-    found |= {"eager, float32": eager_float32, "compile": torch.compile(eager, dynamic=False)}
-    if device == "cuda" and peers.versions("cuda")["liger"]:
-        found["liger"] = liger
-    return {"products": products} | {name: functools.partial(train, loss) for name, loss in found.items()}
+    found: dict[str, Callable[..., Tensor]] = {
+        "ours": extension_cpp.linear_cross_entropy,
+        "eager": eager,
+        # Computes the loss from float32 logits, as transformers does.
+        "eager, float32": lambda x, weight, target: F.cross_entropy(F.linear(x, weight).float(), target),
+        "compile": torch.compile(eager, dynamic=False),
+    }
+    if peers.versions(device).get("liger"):
+        of_liger = partial(peers.liger, "fused_linear_cross_entropy", "FusedLinearCrossEntropy")
+        found["liger"] = lambda *inputs: of_liger(*inputs)[0]
+    return {"products": products} | {name: partial(train, loss) for name, loss in found.items()}
 
 
 def extra_bytes(call: Call, grad_bytes: int) -> int:
@@ -112,25 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = BenchmarkParser("benchmarks linear_loss", __doc__, "out/linear-loss-DEVICE.json", 21).parse(arguments)
     rows, features, classes = SHAPES[options.device]
     generator = torch.Generator(options.device).manual_seed(0)
-    draw = functools.partial(torch.randn, generator=generator, device=options.device)
+    draw = partial(torch.randn, generator=generator, device=options.device)
     x = draw(rows, features).bfloat16().requires_grad_()
     weight = (draw(classes, features) * features**-0.5).bfloat16().requires_grad_()
     target = torch.randint(classes, (rows,), generator=generator, device=options.device)
-    calls: dict[str, Call] = {
-        name: functools.partial(way, x, weight, target) for name, way in ways(options.device).items()
-    }
+    calls: dict[str, Call] = {name: partial(way, x, weight, target) for name, way in ways(options.device).items()}
     judge = Judge(x, weight, target)
     times = take_turns(calls, options.device, options.rounds, judge=judge)
     judge.stop_if_wrong()
     origin = results.run(options.device)("linear_cross_entropy")
-    found: list[results.Row] = []
-    for name, time in times.items():
-        row: results.Row = {"way": name} | origin | {"seconds": time}
-        if options.device == "cuda":
-            row["extra_bytes"] = extra_bytes(calls[name], 0 if name == "products" else x.nbytes + weight.nbytes)
-        found.append(row)
-    liger = {"liger": peers.versions(options.device).get("liger")}
-    about = results.about(options.device, liger, rounds=options.rounds)
+    found: list[results.Row] = [{"way": name} | origin | {"seconds": time} for name, time in times.items()]
+    for row in found if options.device == "cuda" else ():
+        row["extra_bytes"] = extra_bytes(calls[row["way"]], 0 if row["way"] == "products" else x.nbytes + weight.nbytes)
+    about = results.about(options.device, {"liger": peers.versions(options.device).get("liger")}, rounds=options.rounds)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}
-    finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
+    table.finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
     return 0

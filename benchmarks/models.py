@@ -33,14 +33,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # all models are made from configurations, w
 
 import torch
 import transformers
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
 
 import extension_cpp
 from benchmarks import gradients, results, table
-from benchmarks.table import finish
-from benchmarks.timing import BenchmarkParser, Time, take_turns
+from benchmarks.timing import BenchmarkParser, take_turns
 
+Inputs = dict[str, torch.Tensor]  # of a model, by name
 SEED = 0  # for weights and inputs
 PROFILED = 5  # steps
 
@@ -75,16 +73,14 @@ NARROW |= {"vocab_size": 300, "image_size": 32, "num_labels": 10}
 
 def narrow(shape: Shape, batch: int, tokens: int, **layers: int) -> Shape:
     """Returns the Shape of a model with few columns and few tokens. A model of images always has five tokens."""
-    narrowed = NARROW | layers
-    config = {key: narrowed.get(key, value) for key, value in shape.config.items()}
+    config = {key: (NARROW | layers).get(key, value) for key, value in shape.config.items()}
     return Shape(shape.model, config, batch, 5 if "image_size" in config else tokens)
 
 
 SMALL = {name: narrow(shape, 2, 32, num_hidden_layers=2, n_layer=2) for name, shape in SHAPES.items()}
 OF_HOST = {name: narrow(shape, 1, 8) for name, shape in SHAPES.items()}  # with as many layers
 
-WAYS = ("stock", "converted", "linear loss", "liger")
-MODES = ("", " compiled", " compiled, no mask")
+WAYS, MODES = ("stock", "converted", "linear loss", "liger"), ("", " compiled", " compiled, no mask")
 KEY_BIAS = (".key.bias", ".k_proj.bias")
 CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
@@ -95,7 +91,7 @@ class Contender:
 
     model: torch.nn.Module
     forward: Callable[..., Any]  # the model, or the compiled model
-    inputs: dict[str, torch.Tensor]
+    inputs: Inputs
     optimizer: torch.optim.Optimizer  # all contenders share its weights
     # Attributes to replace, while the model runs, in the Python module that defines the model's class.
     patches: dict[str, Any] = field(default_factory=dict)
@@ -114,8 +110,9 @@ class Contender:
         self.optimizer.zero_grad()
 
 
-def make(shape: Shape, device: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Returns the stock model and its inputs."""
+def make(shape: Shape, device: str) -> tuple[torch.nn.Module, Inputs]:
+    """Returns the stock model and its inputs. What was compiled for another model is freed before."""
+    torch.compiler.reset()
     model_class = getattr(transformers, shape.model)
     torch.manual_seed(SEED)
     config = model_class.config_class(**shape.config, use_cache=False)
@@ -138,17 +135,14 @@ def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
     again. Returns None if Liger does not support the model."""
     try:
         liger = importlib.import_module("liger_kernel.transformers")
-    except ImportError:
-        return None
-    apply = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}", None)
-    if apply is None:
+        apply = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")
+    except (ImportError, AttributeError):
         return None
     module, patched = sys.modules[type(model).__module__], twin(model)
     before = vars(module).copy()
     apply(model=patched)
     patches = {name: value for name, value in vars(module).items() if before.get(name) is not value}
-    for name in patches:
-        setattr(module, name, before[name])
+    vars(module).update(before)
     return patched, patches
 
 
@@ -162,14 +156,11 @@ def without_mask(model: Any) -> Any:
     return maskless
 
 
-def contenders_of(
-    stock: Any, inputs: dict[str, torch.Tensor], names: Sequence[str]
-) -> tuple[dict[str, Contender], dict[str, str]]:
+def contenders_of(stock: Any, inputs: Inputs, names: Sequence[str]) -> tuple[dict[str, Contender], dict[str, str]]:
     """Returns the contenders that can run, and the functions that the converted model's modules call."""
-    models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
     converted, linear = twin(stock), twin(stock)
+    models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {}), "converted": (converted, {})}
     changed, _ = extension_cpp.nn.convert(converted)
-    models["converted"] = converted, {}
     if "linear_cross_entropy" in extension_cpp.nn.convert(linear, loss="linear")[0].get("", ""):
         models["linear loss"] = linear, {}  # only causal language models have a linear loss
     if any(name.startswith("liger") for name in names) and (found := patched_by_liger(stock)) is not None:
@@ -186,29 +177,25 @@ def contenders_of(
     return contenders, changed
 
 
-def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def exact_gradients(stock: torch.nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Returns the float32 gradients, computed for one sequence at a time, because a batch of activations would not fit.
 
     The bias of a key has no gradient: it adds one number to all scores of a query, which softmax removes again. Its
     computed gradient consists of rounding errors, and is left out.
     """
-    wide = copy.deepcopy(stock).float().eval()
-    batch = len(inputs["labels"])
+    wide, batch = copy.deepcopy(stock).float().eval(), len(inputs["labels"])
+    wide_inputs = {name: each.float() if each.is_floating_point() else each for name, each in inputs.items()}
     for i in range(batch):
-        one = {name: each[i : i + 1] for name, each in inputs.items()}
-        one = {name: each.float() if each.is_floating_point() else each for name, each in one.items()}
-        (wide(**one).loss / batch).backward()
-    found = {name: parameter.grad for name, parameter in wide.named_parameters() if parameter.grad is not None}
-    return {name: each for name, each in found.items() if not name.endswith(KEY_BIAS)}
+        (wide(**{name: each[i : i + 1] for name, each in wide_inputs.items()}).loss / batch).backward()
+    return {name: x.grad for name, x in wide.named_parameters() if x.grad is not None and not name.endswith(KEY_BIAS)}
 
 
-def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: dict[str, Contender]) -> dict[str, Any]:
+def judge(stock: torch.nn.Module, inputs: Inputs, contenders: dict[str, Contender]) -> dict[str, Any]:
     """Returns the first loss and the largest error of each contender's gradients. Liger is left out if it raises or is
     wrong, because it may not support this version of transformers. Any other wrong contender ends the program."""
     exact = exact_gradients(stock, inputs)
     has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in stock.modules())
-    beside: dict[str, gradients.Error] = {}
-    found: dict[str, Any] = {}
+    beside, found = dict[str, gradients.Error](), dict[str, Any]()
     for name, contender in [*contenders.items()]:
         contender.model.train(not has_dropout)  # evaluation only where needed, since a change may compile again
         try:
@@ -223,7 +210,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
         contender.optimizer.zero_grad()
         contender.model.train()
         if wrong is None:
-            found[name] = {"first_loss": loss, "gradient_error": gradients.largest(errors)}
+            found[name] = {"first_loss": loss, "gradient_error": max(each.distance for each in errors.values())}
         elif name.startswith("liger"):
             print(f"{name} is left out: {wrong}", file=sys.stderr)
             del contenders[name]
@@ -236,22 +223,20 @@ def kernel_seconds(step: Callable[[], object]) -> float:
     """Returns the time of a step's kernels, including copies and fills, as the median of some steps."""
     sums = []
     for _ in range(PROFILED):
-        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
             torch.cuda.synchronize()
-        on_gpu = (each for each in profile.events() if each.device_type == DeviceType.CUDA)
+        on_gpu = (each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
         sums.append(sum(each.self_device_time_total for each in on_gpu if not each.is_user_annotation))
     return 1e-6 * statistics.median(sums)
 
 
-# All compiled contenders share the code of one class, so torch.compile counts their compilations together. Beyond its
-# limit it would silently run them in eager mode.
-@torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
-def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the figures by contender, and the functions that the converted model's modules call."""
-    torch.compiler.reset()
+def measure(shape: Shape, of_host: Shape | None, options: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the figures by contender, and the functions that the converted model's modules call. With the model
+    `of_host` the figures have the time of a step of this model on the host's clock, which waits for no kernel."""
+    device, rounds = options.device, options.rounds
     stock, inputs = make(shape, device)
-    contenders, changed = contenders_of(stock, inputs, names)
+    contenders, changed = contenders_of(stock, inputs, options.contender)
     figures = judge(stock, inputs, contenders)
     times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
     for name, contender in contenders.items():
@@ -262,17 +247,16 @@ def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tup
             torch.cuda.synchronize()
             figures[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
             figures[name]["kernel_seconds"] = kernel_seconds(contender.step)
+    if of_host is not None:
+        small, _ = contenders_of(*make(of_host, device), list(figures))
+        for name, time in take_turns({name: each.step for name, each in small.items()}, "cpu", rounds).items():
+            figures[name]["host_seconds"] = time
     return figures, changed
 
 
+# All compiled contenders share the code of one class, so torch.compile counts their compilations together. Beyond its
+# limit it would silently run them in eager mode.
 @torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
-def host_seconds(shape: Shape, device: str, names: Sequence[str], rounds: int) -> dict[str, Time]:
-    """Returns the time of a step by contender, on the host's clock, which waits for no kernel."""
-    torch.compiler.reset()
-    contenders, _ = contenders_of(*make(shape, device), names)
-    return take_turns({name: each.step for name, each in contenders.items()}, "cpu", rounds)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = BenchmarkParser("benchmarks.models", __doc__, "out/models-DEVICE.json", 20, "steps")
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES), help="(default: all)")
@@ -281,21 +265,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="(default: all)")
     options = parser.parse(arguments)
     transformers.logging.set_verbosity_error()
-    about = results.about(
-        options.device,
-        {"transformers": transformers.__version__},
-        rounds=options.rounds,
-        seed=SEED,
-        optimizer="AdamW, fused",
-    )
+    settings = {"rounds": options.rounds, "seed": SEED, "optimizer": "AdamW, fused"}
+    about = results.about(options.device, {"transformers": transformers.__version__}, **settings)
     found = results.continued(options.path, about, table.KINDS["models-"][0], options.is_new)
     origin_of = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
-        figures, changed = measure(shape, options.device, options.contender, options.rounds)
-        if options.host:
-            for way, time in host_seconds(OF_HOST[name], options.device, list(figures), options.rounds).items():
-                figures[way]["host_seconds"] = time
+        figures, changed = measure(shape, OF_HOST[name] if options.host else None, options)
         head = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "converted_modules": len(changed)}
         functions = {words.split()[0] for words in changed.values()}  # without their options
         origin = origin_of(*sorted(functions | {"linear_cross_entropy"}))
@@ -305,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    finish(options.path, found, table.models)
+    table.finish(options.path, found, table.models)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,10 @@
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from extension_cpp import LIBRARY
 from extension_cpp.command import info
-
-if TYPE_CHECKING:
-    from benchmarks.run import Case
-
-ALL = 2**64 - 1
 
 
 @contextlib.contextmanager
@@ -26,20 +21,16 @@ def allowed(shape: int) -> Iterator[None]:
     try:
         yield
     finally:
-        allow(ctypes.c_uint64(ALL))
+        allow(ctypes.c_uint64(2**64 - 1))  # all rows
 
 
-def shape_of(case: "Case") -> int:
-    """Returns the row of the table that the library picks, or -1 for the generic kernel."""
+def shape_of(case: Any) -> int:
+    """Returns the row of the table that the library picks for a run.Case, or -1 for the generic kernel."""
     dtype = case.dtype.partition("+")[0]
-    return int(info.norm_plan(case.spec.name, dtype, case.rows, case.cols, case.backward)["shape"])
+    return int(info.norm_plan(case.spec.name, dtype, case.rows, case.cols, case.step == "backward")["shape"])
 
 
-def contenders(case: "Case") -> dict[str, int]:
+def contenders(case: Any) -> dict[str, int]:
     """Returns the rows of the table that can run the case, by the names that they have in the results."""
-    found = {}
-    for shape in range(ctypes.CDLL(str(LIBRARY)).extension_cpp_norm_plan_shapes()):
-        with allowed(shape):
-            if shape_of(case) == shape:
-                found[f"plan {shape}"] = shape
-    return found
+    shapes = range(ctypes.CDLL(str(LIBRARY)).extension_cpp_norm_plan_shapes())
+    return {f"plan {shape}": shape for shape in shapes if allowed(shape)(shape_of)(case) == shape}

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks import results
 from extension_cpp.__main__ import Parser
@@ -27,6 +28,7 @@ LOOKS = {
     "liger": ("#CC79A7", "D"),
     "quack": ("#D55E00", "v"),
 }
+Groups = dict[tuple[str, str], list[results.Row]]  # the rows of large tensors, by op and pass
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
 # The documents' pictures: the stem of the file, the ops, and the kind and dtype of the picture.
 PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
@@ -36,37 +38,16 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
 }
 
 
-def large_by_pass(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row]]:
-    """Returns the rows of large tensors by op and pass."""
-    found: dict[tuple[str, str], list[results.Row]] = {}
-    for row in rows:
-        if row["sizes"] == "large":
-            found.setdefault((row["op"], row["pass"]), []).append(row)
-    return found
-
-
-def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
+def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], style: str) -> None:
     color, marker = LOOKS.get(name, ("#56B4E9", "P"))  # a peer of a few ops
-    style = "-" if joined else "none"
     x, y = ([point[i] for point in points] for i in (0, 1))
     axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)
 
 
-def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
-    """Draws percent of copy over width. Multiples of 8 are joined by a line, and other widths stand on the right."""
-    rows = sorted(rows, key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
-    even = sum(row["cols"] % 8 == 0 for row in rows)
-    axes.axhline(100, **LIMIT, label="copy")
-    for name in results.names(rows):
-        shares = [(i, row["percent_of_copy"][name]) for i, row in enumerate(rows) if name in row["percent_of_copy"]]
-        line(axes, name, [point for point in shares if point[0] < even])
-        line(axes, name, [point for point in shares if point[0] >= even], joined=False)
-    axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
-
-
-def widths(rows: list[results.Row], title: str) -> Figure | None:
-    """Draws a row of panels for each op that has several widths, with forward and backward side by side."""
-    groups = {step: group for step, group in large_by_pass(rows).items() if len(group) > 1}
+def widths(every: Groups, title: str) -> Figure | None:
+    """Draws percent of copy over width, in a row of panels for each op that has several widths, with forward and
+    backward side by side. Multiples of 8 are joined by a line, and other widths stand on the right."""
+    groups = {key: group for key, group in every.items() if len(group) > 1}
     ops = list(dict.fromkeys(op for op, _ in groups))
     if not ops:
         return None
@@ -77,7 +58,14 @@ def widths(rows: list[results.Row], title: str) -> Figure | None:
             if (op, step) not in groups:
                 one.remove()
                 continue
-            widths_panel(one, groups[op, step])
+            rows = sorted(groups[op, step], key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
+            even = sum(row["cols"] % 8 == 0 for row in rows)
+            one.axhline(100, **LIMIT, label="copy")
+            for name in results.names(rows):
+                shares = [(i, row["percent_of_copy"][name]) for i, row in enumerate(rows) if name in row["seconds"]]
+                line(one, name, [point for point in shares if point[0] < even], "-")
+                line(one, name, [point for point in shares if point[0] >= even], "none")
+            one.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
             one.set_title(f"{op} {step}", fontsize=9)
             one.grid(alpha=0.3)
             if op == ops[-1]:
@@ -98,16 +86,6 @@ def legend(figure: Figure) -> None:
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=len(found), fontsize=9)
 
 
-def operations() -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns the arithmetic operations and moved elements per element of x, for each op and pass that counts them."""
-    found = {}
-    for spec in timed_specs():
-        if counts := spec.bench.operations:
-            found[spec.name, "forward"] = counts[0], spec.bench.forward
-            found[spec.name, "backward"] = counts[1], spec.bench.backward
-    return found
-
-
 def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
     """Writes the names of the rows of each x, in rising order, above the axes, and connects them to x by a line."""
     low, high = (math.log(end) for end in axes.get_xlim())
@@ -121,22 +99,21 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
         place += 0.012 + 0.02 * len(lines)
 
 
-def roofline(rows: list[results.Row], title: str) -> Figure | None:
+def roofline(groups: Groups, title: str) -> Figure | None:
     """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
-    counted = operations()
-    groups = large_by_pass(rows).values()
-    chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in groups]
-    chosen = [row for row in chosen if (row["op"], row["pass"]) in counted]
+    benches = {spec.name: spec.bench for spec in timed_specs()}
+    chosen, by_intensity = list[results.Row](), dict[float, list[results.Row]]()
+    for (op, step), group in groups.items():
+        if op in benches and (operations := benches[op].operations):  # not every op counts its operations
+            chosen.append(max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)))
+            moved = (benches[op].forward, benches[op].backward)[step == "backward"]
+            itemsize = 4 if chosen[-1]["dtype"] == "float32" else 2
+            by_intensity.setdefault(operations[step == "backward"] / (moved * itemsize), []).append(chosen[-1])
     if not chosen:
         return None
     figure = Figure(figsize=(8, 6), layout="constrained")
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots()
-    by_intensity: dict[float, list[results.Row]] = {}
-    for row in chosen:
-        arithmetic, moved = counted[row["op"], row["pass"]]
-        itemsize = 4 if row["dtype"] == "float32" else 2
-        by_intensity.setdefault(arithmetic / (moved * itemsize), []).append(row)
     roof = max(row["copy_gb_s"] for row in chosen)
     ends = [0.8 * min(by_intensity), 1.25 * max(by_intensity)]
     axes.plot(ends, [roof * x for x in ends], **LIMIT, label="bandwidth of copy")
@@ -144,14 +121,12 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
         timed = [(x, row) for x, group in by_intensity.items() for row in group if name in row["seconds"]]
         # A bandwidth counts the bytes that the op must move.
         points = [(x, x * (row["copy_gb_s"] * row["percent_of_copy"][name] / 100)) for x, row in timed]
-        line(axes, name, points, joined=False)
+        line(axes, name, points, "none")
     axes.set(xscale="log", yscale="log")
     name_above(axes, dict(sorted(by_intensity.items())))
-    powers, decimal = [2.0**n for n in range(-8, 8)], [digit * 10.0**n for n in range(-3, 6) for digit in (1, 2, 5)]
-    for axis, known in ((axes.xaxis, powers), (axes.yaxis, decimal)):
-        low, high = axis.get_view_interval()
-        ticks = [tick for tick in known if low <= tick <= high]
-        axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    for axis, base, digits in ((axes.xaxis, 2.0, (1.0,)), (axes.yaxis, 10.0, (1.0, 2.0, 5.0))):
+        axis.set_major_locator(LogLocator(base, digits, numticks=99))
+        axis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.grid(alpha=0.3, which="major")
     axes.set_xlabel("arithmetic operations for each byte that the op must move", fontsize=9)
@@ -163,14 +138,15 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
 def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str, Figure]]:
     """Yields the names and figures of all pictures for which the file has rows."""
     found = results.read(path)
-    found["rows"] = [row for row in found["rows"] if ops is None or row["op"] in ops]
-    about = found["machine"]
     for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["dtype"] == dtype]
-        title = f"{about['device']}, {dtype}: "
-        if figure := widths(rows, title + "percent of copy over width"):
+        groups: Groups = {}
+        for row in (row for row in found["rows"] if row["dtype"] == dtype and row["sizes"] == "large"):
+            if ops is None or row["op"] in ops:
+                groups.setdefault((row["op"], row["pass"]), []).append(row)
+        title = f"{found['machine']['device']}, {dtype}: "
+        if figure := widths(groups, title + "percent of copy over width"):
             yield f"{path.stem}-widths-{dtype}", figure
-        if figure := roofline(rows, title + "roofline of the ops named below, each at its best width"):
+        if figure := roofline(groups, title + "roofline of the ops named below, each at its best width"):
             yield f"{path.stem}-roofline-{dtype}", figure
 
 
@@ -187,9 +163,9 @@ def published(name: str) -> str:
     finds a stale picture."""
     source, ops, picture = PUBLISHED[name]
     path = results.PUBLISHED / f"{source}.json"
-    figure = dict(pictures(path, ops))[f"{source}-{picture}"]
     rows = [row for row in results.read(path)["rows"] if ops is None or row["op"] in ops]
-    return svg(figure, description=hashlib.sha256(json.dumps(rows).encode()).hexdigest())
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return svg(dict(pictures(path, ops))[f"{source}-{picture}"], description=digest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,11 +7,9 @@ The first step's loss and gradients are compared with plain PyTorch in float32 o
 program.
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,8 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from benchmarks import gradients, results, table
-from benchmarks.table import finish
 from benchmarks.timing import BenchmarkParser
 from examples import train_text
-from examples.train_text import OPS
 from extension_cpp.__main__ import positive
 
 LARGE = {"width": 2048, "layers": 16, "heads": 16, "context": 1024, "batch": 32, "accumulate": 8, "learning_rate": 1e-4}
@@ -41,34 +37,34 @@ def exact(text: train_text.Text, settings: train_text.Settings) -> dict[str, tor
             loss = training.model(*sequence) / (settings.accumulate * settings.batch)
             loss.backward()
             total += loss.detach()
-    grads = {name: each.grad for name, each in training.model.named_parameters() if each.grad is not None}
-    return {"loss": total} | grads
+    return {"loss": total} | {name: x.grad for name, x in training.model.named_parameters() if x.grad is not None}
 
 
 def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dict[str, gradients.Error]:
     """Returns the errors of the first step's loss and gradients, and clears the gradients."""
-    loss = training.mean(training.backward(0))
-    found: dict[str, torch.Tensor | None] = {"loss": torch.tensor(loss, device=training.settings.device)}
-    for name, parameter in training.model.named_parameters():
-        grad = parameter.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    loss = torch.tensor(training.mean(training.backward(0)), device=training.settings.device)
+    grads = {name: each.grad for name, each in training.model.named_parameters()}
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
     training.optimizer.zero_grad()
-    return gradients.errors(found, truth)
+    return gradients.errors({"loss": loss} | whole, truth)
 
 
-def times(device: str, parallel: str | None, rounds: int, folder: Path) -> dict[str, Any]:
-    """Returns the seconds and the loss of each step, and the errors of the first gradients, for each of OPS."""
+def process(rank: int, processes: int, device: str, parallel: str | None, rounds: int, folder: Path) -> None:
+    """Trains with each of the example's OPS. The first process writes the seconds and the loss of each step, and the
+    errors of the first gradients, to the folder."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    if parallel:
+        store = f"file://{folder}/rendezvous"
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)
     text = train_text.Text.of(train_text.read_text(None), SIZES[device]["context"])
     settings = train_text.Settings(device, WARM_UP + rounds, text.digest, **SIZES[device])
-    path = folder / "exact.pt"
+    path, found = folder / "exact.pt", {}
     if not path.exists():  # the single process, which comes first, writes the file
         torch.save(exact(text, settings), path)
-    found = {}
-    for ops in OPS:  # one after the other, because two models of this size do not fit on a GPU
+    for ops in train_text.OPS:  # one after the other, because two models of this size do not fit on a GPU
         training = train_text.Training(ops, text, settings, compiled=True, parallel=parallel)
-        truth = torch.load(path, map_location=device)
-        first = {name: asdict(error) for name, error in errors(training, truth).items()}
-        del truth
+        first = errors(training, torch.load(path, map_location=device))
         for _ in range(WARM_UP + rounds):
             training.step()
         found[ops] = {"seconds": training.seconds[WARM_UP:], "losses": training.losses, "errors": first}
@@ -76,31 +72,10 @@ def times(device: str, parallel: str | None, rounds: int, folder: Path) -> dict[
         torch._dynamo.reset()
         if device == "cuda":
             torch.cuda.empty_cache()
-    return found
-
-
-def process(rank: int, processes: int, device: str, parallel: str | None, rounds: int, folder: str) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    if parallel:
-        store = f"file://{folder}/rendezvous"
-        distributed.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)
-    found = times(device, parallel, rounds, Path(folder))
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        torch.save(found, folder / "found.pt")
     if parallel:
         distributed.destroy_process_group()
-
-
-def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
-    """Ends the program if a loss or a gradient is wrong. `beside` has the errors of the run on one process."""
-    for ops, figure in figures.items():
-        first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
-        if not beside:
-            beside.update(first)
-        if wrong := gradients.wrong(first, beside):
-            sys.exit(f"error: {place}, {ops}: {wrong}")
-        figure["gradient_error"] = gradients.largest(first)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,20 +84,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = ["ddp", "fsdp"]
     parser.add_argument("--parallel", choices=kinds, nargs="+", default=kinds, help="(default: both)")
     options = parser.parse(arguments)
-    about = results.about(options.device, rounds=options.rounds)
     origin = results.run(options.device)("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
     rows: list[results.Row] = []
+    about = results.about(options.device, rounds=options.rounds)
     found = {"machine": about, "sizes": SIZES[options.device], "rows": rows}
-    beside: dict[str, gradients.Error] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    beside: dict[str, gradients.Error] = {}  # the errors of the first run
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for parallel, count in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
-            Path(folder, "rendezvous").unlink(missing_ok=True)
-            given = (count, options.device, parallel, options.rounds, folder)
+            (folder / "rendezvous").unlink(missing_ok=True)
+            given = count, options.device, parallel, options.rounds, folder
             torch.multiprocessing.start_processes(process, given, count, start_method="spawn")
-            figures = json.loads(Path(folder, "found.json").read_text())
-            place = f"{parallel or 'alone'} {count}"
-            check(place, figures, beside)
-            rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]
+            for ops, figures in torch.load(folder / "found.pt", weights_only=False).items():
+                place, first = f"{parallel or 'alone'} {count}", figures.pop("errors")
+                beside = beside or first
+                if wrong := gradients.wrong(first, beside):
+                    sys.exit(f"error: {place}, {ops}: {wrong}")
+                error = {"gradient_error": max(each.distance for each in first.values())}
+                rows.append({"place": place, "ops": ops} | origin | figures | error)
             results.write(options.path, found)  # keeps these figures if a later run fails
-    finish(options.path, found, table.processes)
+    table.finish(options.path, found, table.processes)
     return 0

@@ -31,7 +31,7 @@ def cells(rows: list[results.Row], step: str) -> list[str]:
     same, ours, best = [row for row in rows if row["pass"] == step], [], []
     for dtype in ("float32", "bfloat16"):
         percents = [row["percent_of_copy"] for row in same if row["dtype"] == dtype]
-        peers = [[percent for name, percent in each.items() if name != "ours"] for each in percents]
+        peers = [[each[name] for name in each if name != "ours"] for each in percents]
         ours.append(span([each["ours"] for each in percents if "ours" in each]))
         best.append(span([max(each) for each in peers if each]))
     return [" / ".join(each) if same else "-" for each in (ours, best)]
@@ -87,19 +87,16 @@ def ours_and_best(percents: dict[str, float]) -> str:
     return f"{ours}, {best} {other}"
 
 
-def training(model: str) -> str:
-    """Describes a model's training step: unchanged, compiled in the fastest way, and converted without compiling."""
+def training() -> str:
+    """Describes Llama's training step: unchanged, compiled in the fastest way, and converted without compiling."""
     found = results.read(results.PUBLISHED / "models-h200.json", ("model", "way", "seconds"))
-    rows = {row["way"]: row for row in found["rows"] if row["model"] == model}
-    best = "stock compiled, no mask" if "stock compiled, no mask" in rows else "stock compiled"
-    chosen = {"as it is": rows["stock"], "at best under torch.compile": rows[best]}
-    chosen["converted and not compiled"] = rows["linear loss"]
-    said = [
-        f"{1e3 * row['seconds']['median']:.1f} ms and {row['peak_bytes'] / 1e9:.1f} GB at the peak {way}"
-        for way, row in chosen.items()
-    ]
-    figures = f"A training step takes {said[0]}, {said[1]}, and {said[2]}."
-    return f"{figures} {source('models-h200', [*chosen.values()], found['machine']['device'])}.\n"
+    rows = {row["way"]: row for row in found["rows"] if row["model"] == "llama-3.2-1b"}
+    chosen = [rows[way] for way in ("stock", "stock compiled, no mask", "linear loss")]
+    times = (
+        f"{1e3 * row['seconds']['median']:.1f} ms and {row['peak_bytes'] / 1e9:.1f} GB at the peak" for row in chosen
+    )
+    figures = "{} as it is, {} at best under torch.compile, and {} converted and not compiled".format(*times)
+    return f"A training step takes {figures}. {source('models-h200', chosen, found['machine']['device'])}.\n"
 
 
 def host_ratios() -> str:
@@ -179,7 +176,7 @@ def site_page() -> str:
 # For each table: the page, the name in the page's markers, and the function that makes the text between the markers.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "speed", overview),
-    ("README.md", "training", partial(training, "llama-3.2-1b")),
+    ("README.md", "training", training),
     *(("docs/performance.md", name, partial(summary, name)) for name in dict.fromkeys(line["table"] for line in LINES)),
     ("docs/performance.md", "a call", host_ratios),
     *(("docs/performance_training.md", stem, partial(curves, stem)) for stem in CURVES),

@@ -2,9 +2,12 @@
 
 Each row has the number of the run that measured it, the commit of that run and a digest of the op's kernels."""
 
+import functools
+import hashlib
+import importlib.util
 import json
-import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 
 import extension_cpp
-from benchmarks import kernels
+from build_library import CSRC
 from extension_cpp.command import info
 
 Row = dict[str, Any]
@@ -31,10 +34,7 @@ PUBLISHED = ROOT / "benchmarks" / "results"
 
 def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
     """Returns the machine, the settings of a run, and the versions of what it compares."""
-    try:
-        from triton import __version__ as compiler
-    except ImportError:
-        compiler = None
+    compiler = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
     ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of the same version
     versions = {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda} | (libraries or {})
     machine = {
@@ -49,11 +49,10 @@ def about(device: str, libraries: dict[str, str | None] | None = None, **setting
 def commit() -> str | None:
     """Returns the commit of the source tree, with -dirty if tracked files other than figures and documents have changed
     since, or None if git does not know it."""
-    git = ["git", "-C", str(ROOT)]
+    git = functools.partial(subprocess.check_output, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)
     tracked = ["--untracked-files=no", "--", ".", ":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)*.md"]
     try:
-        words = ([*git, "rev-parse", "--short=12", "HEAD"], [*git, "status", "--porcelain", *tracked])
-        head, changed = (subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
+        head, changed = git(["git", "rev-parse", "--short=12", "HEAD"]), git(["git", "status", "--porcelain", *tracked])
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.strip() + ("-dirty" if changed else "")
@@ -63,10 +62,49 @@ def is_clean(known: str | None) -> bool:
     return known is not None and not known.endswith("-dirty")
 
 
+def folder(op: str, sources: dict[str, str]) -> str:
+    """Returns the folder of csrc/ whose shim registers the op. `op` may be a benchmark's variant of an op, whose name
+    begins with the op's name."""
+    shims = {path: text for path, text in sources.items() if path.endswith(".cpp")}
+    names = {name: path.split("/")[0] for path, text in shims.items() for name in re.findall(r'"(\w+)\(', text)}
+    while op and op not in names:
+        op = op.rpartition("_")[0]
+    return names[op]
+
+
+def digest_of(sources: dict[str, str], ops: Iterable[str], device: str) -> str:
+    """Returns the digest of the folders of these ops, and of the folders that they include, without common/. `sources`
+    are the texts of csrc's files by path. Comments, spaces, includes and files for the other device do not count."""
+    other = "cpu" if device == "cuda" else ".cu"
+    folders, added = set[str](), {folder(op, sources) for op in ops}
+    while added:
+        folders |= added
+        texts = (text for path, text in sources.items() if path.split("/")[0] in added)
+        added = {name for text in texts for name in re.findall(r'#include "(\w+)/', text)} - folders - {"common"}
+    found = hashlib.sha256()
+    for path, text in sorted(sources.items()):
+        if path.split("/")[0] in folders and other not in path:
+            bare = re.sub(r"//[^\n]*|/\*.*?\*/|#include[^\n]*", "", text, flags=re.DOTALL)
+            found.update(f"{path} {''.join(bare.split())}\n".encode())
+    return found.hexdigest()[:12]
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    paths = (path for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp", ".cu", ".cuh", ".h"))
+    return {path.relative_to(CSRC).as_posix(): path.read_text() for path in paths}
+
+
+@functools.cache
+def digest(ops: tuple[str, ...], device: str) -> str:
+    """Returns the digest by which tables mark rows that were timed with older kernels."""
+    return digest_of(sources(), ops, device)
+
+
 def is_older(row: Row, device: str) -> bool:
     """Returns whether the kernels that a row timed have changed since, or are not known."""
     try:
-        return bool(row["kernel"] != kernels.digest(tuple(row["of"]), device))
+        return bool(row["kernel"] != digest(tuple(row["of"]), device))
     except LookupError:  # an op that is gone
         return True
 
@@ -78,7 +116,7 @@ def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
 
     def of(*ops: str) -> Row:
         """Returns the run, commit, ops and kernels of a row. With uncommitted changes the kernels are not known."""
-        kernel = kernels.digest(ops, device) if is_clean(known) else None
+        kernel = digest(ops, device) if is_clean(known) else None
         return {"run": number, "commit": known, "of": list(ops), "kernel": kernel}
 
     return of
@@ -106,7 +144,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
     lists = {name: ",\n".join(map(json.dumps, each)) for name, each in found.items() if isinstance(each, list)}
     values = {name: f"[\n{lists[name]}\n]" if name in lists else json.dumps(found[name]) for name in found}
     part.write_text("{" + ",\n".join(f"{json.dumps(name)}: {value}" for name, value in values.items()) + "}\n")
-    os.replace(part, path)
+    part.replace(path)
 
 
 def key(row: Row) -> tuple[str | int, ...]:
@@ -116,8 +154,8 @@ def key(row: Row) -> tuple[str | int, ...]:
 
 def names(rows: list[Row]) -> list[str]:
     """Returns the contenders in their order, without the copy."""
-    found = {name: None for row in rows for name in (*row["seconds"], *row.get("failed", {})) if name != "copy"}
-    return list(found)
+    every = dict.fromkeys(name for row in rows for name in (*row["seconds"], *row.get("failed", {})))
+    return [name for name in every if name != "copy"]
 
 
 def other(rows: list[Row], key: str) -> list[Row]:
@@ -125,19 +163,14 @@ def other(rows: list[Row], key: str) -> list[Row]:
     return [row | {"seconds": row[key]} for row in rows if key in row]
 
 
-def continued(
-    path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass"), anew: bool = False
-) -> dict[str, Any]:
+def continued(path: Path, about: Row, columns: Iterable[str] = ("op", "pass"), anew: bool = False) -> dict[str, Any]:
     """Returns the results in the file, with this run's description. Ends the program if the file is from another
     machine or has other settings. With `anew`, or if there is no file, the results are empty."""
     if anew or not path.exists():
         return {"machine": about, "rows": []}
     found = read(path, columns)
     for name, value in about.items():
-        there = found["machine"].get(name, value)
-        if there != value:
-            sys.exit(
-                f"error: {path} was measured with {name} {there}, and this run has {value}: "
-                "give another file with --json"
-            )
+        if (there := found["machine"].get(name, value)) != value:
+            what = f"{path} was measured with {name} {there}, and this run has {value}"
+            sys.exit(f"error: {what}: give another file with --json")
     return {"machine": about, "rows": found["rows"]}

@@ -1,6 +1,5 @@
 """Prints the markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +9,8 @@ import rich.table
 from rich.console import Console
 
 from benchmarks import results
+from benchmarks.timing import Time, summary
 
-Seconds = dict[str, float] | list[float]  # median, low and high, or the seconds of each step
 Figure = Callable[..., str]  # the function median or spread
 Table = tuple[list[str], list[list[str]]]  # the head and the lines
 OLDER = "older kernels"  # kernels that have changed since they were timed, or had uncommitted changes then
@@ -74,41 +73,34 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     return lines + [f"| {' | '.join(cells)} |" for cells in escaped]
 
 
-def median(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
+def median(time: Time, scale: float = 1e3, digits: int = 1) -> str:
     """Returns the median in milliseconds."""
-    middle = statistics.median(seconds) if isinstance(seconds, list) else seconds["median"]
-    return f"{scale * middle:.{digits}f}"
+    return f"{scale * time['median']:.{digits}f}"
 
 
-def spread(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
-    """Returns the median with the range from 10 to 90 % or, for a list, from the smallest to the largest number."""
-    ends = (min(seconds), max(seconds)) if isinstance(seconds, list) else (seconds["low"], seconds["high"])
-    low, high = (f"{scale * end:.{digits}f}" for end in ends)
-    return f"{median(seconds, scale, digits)} ({low} to {high})"
+def spread(time: Time, scale: float = 1e3, digits: int = 1) -> str:
+    """Returns the median with the range from 10 to 90 %."""
+    middle, low, high = (f"{scale * time[figure]:.{digits}f}" for figure in ("median", "low", "high"))
+    return f"{middle} ({low} to {high})"
 
 
 def models(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes the table of whole models, with ratios to the stock model under torch.compile of the same run. A figure
     that no row has gets no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
-    heads, body = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"], []
-    for row in rows:
-        beside, has_peak = stock.get((row["model"], row["run"])), "peak_bytes" in row
-        cells = {"model": f"{row['model']}, {row['batch']} x {row['tokens']}", "": row["way"]}
-        cells["ms a step"] = time(row["seconds"])
-        if "kernel_seconds" in row:
-            cells["ms of kernels"] = f"{1e3 * row['kernel_seconds']:.1f}"
-        if "host_seconds" in row:
-            cells["ms of the host"] = time(row["host_seconds"])
-        if has_peak:
-            cells["GB at the peak"] = f"{row['peak_bytes'] / 1e9:.1f}"
-        if beside:
-            cells["time"] = f"{row['seconds']['median'] / beside['seconds']['median']:.2f}"
-        if beside and has_peak:
-            cells["memory"] = f"{row['peak_bytes'] / beside['peak_bytes']:.2f}"
-        body.append(cells)
-    heads = [head for head in heads if any(head in cells for cells in body)]
-    return heads, [[cells.get(head, "") for head in heads] for cells in body]
+    pairs = [(row, stock.get((row["model"], row["run"]), {})) for row in rows]
+    columns = {
+        "model": [f"{row['model']}, {row['batch']} x {row['tokens']}" for row in rows],
+        "": [row["way"] for row in rows],
+        "ms a step": [time(row["seconds"]) for row in rows],
+        "ms of kernels": [f"{1e3 * row['kernel_seconds']:.1f}" if "kernel_seconds" in row else "" for row in rows],
+        "ms of the host": [time(row["host_seconds"]) if "host_seconds" in row else "" for row in rows],
+        "GB at the peak": [f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else "" for row in rows],
+        "time": [f"{row['seconds']['median'] / one['seconds']['median']:.2f}" if one else "" for row, one in pairs],
+        "memory": [f"{row['peak_bytes'] / one['peak_bytes']:.2f}" if "peak_bytes" in one else "" for row, one in pairs],
+    }
+    columns = {head: cells for head, cells in columns.items() if any(cells)}
+    return list(columns), list(map(list, zip(*columns.values(), strict=True)))
 
 
 def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
@@ -122,13 +114,13 @@ def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
 
 def processes(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes a table of the milliseconds of a training step on one process and on several, with the speed-up."""
-    found = {(row["place"], row["ops"]): row["seconds"] for row in rows}
+    found = {(row["place"], row["ops"]): summary(row["seconds"]) for row in rows}
     places, which = (list(dict.fromkeys(row[name] for row in rows)) for name in ("place", "ops"))
     body = []
     for place in places:
         cells = [place]
         for ops in which:
-            speed_up = statistics.median(found[places[0], ops]) / statistics.median(found[place, ops])
+            speed_up = found[places[0], ops]["median"] / found[place, ops]["median"]
             cells += [time(found[place, ops], digits=0), f"{speed_up:.2f}"]
         body.append(cells)
     return ["", *(head for ops in which for head in (f"{ops}, ms", "speed-up"))], body
@@ -137,14 +129,14 @@ def processes(rows: list[results.Row], time: Figure = median) -> Table:
 def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes a table of the scan steps of examples/scan_steps: milliseconds and percent of copy for each shape, and the
     errors and repeatability for the widest rows."""
-    shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in rows))
+    found = {(row["step"], (row["rows"], row["n"])): row for row in rows}
+    steps, shapes = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     body = []
-    for step in dict.fromkeys(row["step"] for row in rows):
+    for step in steps:
         cells = []
         for shape in shapes:
-            same = [row for row in rows if (row["rows"], row["n"]) == shape]
-            copy, row = same[0], next(row for row in same if row["step"] == step)
-            share = copy["seconds"]["median"] / row["seconds"]["median"]
+            row = found[step, shape]
+            share = found["copy", shape]["seconds"]["median"] / row["seconds"]["median"]
             percent = f"{100 * share:.0f}" if share > 0.095 else f"{100 * share:.2g}"
             cells.append(f"{time(row['seconds'], digits=2)}, {percent} %")
         error = f"{row['error_eps']:.2g} eps" if "error_eps" in row else ""
@@ -155,14 +147,13 @@ def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
 
 def host(rows: list[results.Row], time: Figure = median) -> Table:
     """Makes a table of host microseconds per call: a row for each op and way to call it, a column per pass."""
-    passes, lines = list(dict.fromkeys(row["pass"] for row in rows)), dict[tuple[str, str], dict[str, str]]()
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    # The rows of layer_norm name no op. They come in the order of WAYS, of which some are not in all passes.
+    lines: dict[tuple[str, str], dict[str, str]] = {(way, words): {} for way, words in WAYS.items()}
     for row in rows:
-        lines.setdefault((row.get("op", ""), row["way"]), {})[row["pass"]] = time(row["seconds"], scale=1e6)
-    if "op" in rows[0]:
-        body = [[op, way, *cells.values()] for (op, way), cells in lines.items()]
-    else:  # layer_norm, some of whose ways are not in all passes
-        known = {way: lines["", way] for way in WAYS if ("", way) in lines}
-        body = [[way, WAYS[way], *(cells.get(name, "") for name in passes)] for way, cells in known.items()]
+        line = (row["op"], row["way"]) if "op" in row else (row["way"], WAYS[row["way"]])
+        lines.setdefault(line, {})[row["pass"]] = time(row["seconds"], scale=1e6)
+    body = [[*line, *(cells.get(name, "") for name in passes)] for line, cells in lines.items() if cells]
     return ["", "", *passes], body
 
 
@@ -191,8 +182,7 @@ KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
     """Sorts by op and dtype in the file's order, then by width, and forward before backward."""
     ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
-    rows = sorted(rows, key=lambda row: (row["cols"], row["pass"] != "forward"))
-    return sorted(rows, key=lambda row: (ops.index(row["op"]), dtypes.index(row["dtype"])))
+    return sorted(rows, key=lambda x: (ops.index(x["op"]), dtypes.index(x["dtype"]), x["cols"], x["pass"] != "forward"))
 
 
 def _table(rows: list[results.Row], percents: bool) -> list[str]:
@@ -214,14 +204,9 @@ def figures(row: results.Row, names: list[str], percents: bool) -> list[str]:
     if percents:
         found |= {name: f"{percent:.0f}" for name, percent in row["percent_of_copy"].items()}
         found["copy"] = f"{row['copy_gb_s']:.0f}"
-    return [cell(row, name, found.get(name, "")) for name in names]
-
-
-def cell(row: results.Row, name: str, figure: str) -> str:
-    """Returns the cell of a contender, which is empty if the contender was not measured."""
-    if name in row.get("failed", {}):
-        return "wrong" if row["failed"][name].startswith("wrong") else "raised"
-    return figure if name in row["seconds"] else ""
+    for name, reason in row.get("failed", {}).items():
+        found[name] = "wrong" if reason.startswith("wrong") else "raised"
+    return [found.get(name, "") for name in names]  # a contender that was not measured has an empty cell
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,27 +16,23 @@ Call = Callable[[], Any]
 Time = dict[str, float]  # seconds of one call: the median, and low and high, the 10th and the 90th percentile
 
 
-class Judge(Protocol):
-    """Judges what the last timed call of each contender returned."""
-
-    def renew(self) -> None:
-        """Writes other numbers into the inputs, so that a result kept from an earlier call is wrong."""
-
-    def judge(self, name: str, result: Any) -> None:
-        """Records what is wrong with the result of the call of this name."""
-
-
 def seconds_of(call: Call, device: str, ahead: bool = True) -> float:
     return once_cuda(call, ahead) if device == "cuda" else once_cpu(call)
 
 
-def judged_seconds(name: str, call: Call, device: str, judge: Judge, ahead: bool = True) -> float:
-    """Returns the seconds of a call, whose result is judged."""
+def judged_seconds(name: str, call: Call, device: str, judge: Any, ahead: bool = True) -> float:
+    """Returns the seconds of a call. judge.renew writes other numbers into the inputs, so that a result kept from an
+    earlier call is wrong. judge.judge records what is wrong with the result."""
     judge.renew()
     results: list[object] = []
     spent = seconds_of(lambda: results.append(call()), device, ahead)
     judge.judge(name, results.pop())
     return spent
+
+
+def summary(seconds: list[float]) -> Time:
+    deciles = statistics.quantiles(seconds, n=10)
+    return {"median": statistics.median(seconds), "low": deciles[0], "high": deciles[-1]}
 
 
 def take_turns(
@@ -45,7 +41,7 @@ def take_turns(
     rounds: int,
     ready: Callable[[str], object] = lambda name: None,
     ahead: bool = True,
-    judge: Judge | None = None,
+    judge: Any = None,
 ) -> dict[str, Time]:
     """Times every call once per round, after two rounds that do not count. `ready` gets the call's name before each
     call and is not timed. The last timed call of each contender is judged.
@@ -57,33 +53,22 @@ def take_turns(
     for number in range(rounds + 2):
         for name, call in calls.items():
             ready(name)
-            if judge and number == rounds + 1:
-                spent = judged_seconds(name, call, device, judge, ahead)
-            else:
-                spent = seconds_of(call, device, ahead)
+            is_judged = judge is not None and number == rounds + 1
+            spent = judged_seconds(name, call, device, judge, ahead) if is_judged else seconds_of(call, device, ahead)
             if number >= 2:
                 seconds[name].append(spent)
-    result = {}
-    for name, values in seconds.items():
-        deciles = statistics.quantiles(values, n=10)
-        result[name] = {"median": statistics.median(values), "low": deciles[0], "high": deciles[-1]}
-    return result
+    return {name: summary(values) for name, values in seconds.items()}
 
 
 class BenchmarkParser(Parser):
     """Parses the options that all benchmarks have: the device, the rounds and the file for the figures."""
 
-    def __init__(
-        self, command: str, about: str | None, file: str, rounds: int, what: str = "calls", device: str | None = None
-    ) -> None:
+    def __init__(self, command: str, about: str | None, file: str, rounds: int, what: str = "calls", device: str = ""):
         """`file` is the default of --json, with DEVICE for the device. `what` is timed --rounds times."""
         super().__init__(prog=f"python -m {command}", description=(about or "").replace("\n", " "))
         self.file = file
-        if device is None:
-            default = "cuda" if torch.cuda.is_available() else "cpu"
-            self.add_argument("--device", choices=["cpu", "cuda"], default=default)
-        else:
-            self.set_defaults(device=device)
+        default = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.add_argument("--device", choices=[device] if device else ["cpu", "cuda"], default=default)
         self.add_argument("--rounds", type=positive, default=rounds, help=f"timed {what} of each (default: {rounds})")
         self.add_argument("--json", dest="path", type=Path, help=f"where to write the figures (default: {file})")
 

@@ -68,14 +68,18 @@ def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor
     return Result(results, list(gradients))
 
 
-def convert(sample: Sample, dtype: torch.dtype) -> Sample:
-    """Returns a copy of the sample with floating-point tensors of another dtype. A seed keeps its integer dtype."""
+def mapped(sample: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
+    """Returns a sample that has change(x) for each tensor x, as a leaf that requires grad if x does."""
 
     def one(x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return x.detach().to(dtype).requires_grad_(x.requires_grad) if floating else x
+        return change(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
-    return Sample(tuple(one(x) for x in sample.args), {key: one(x) for key, x in sample.kwargs.items()})
+    return Sample(tuple(map(one, sample.args)), {name: one(x) for name, x in sample.kwargs.items()})
+
+
+def convert(sample: Sample, dtype: torch.dtype) -> Sample:
+    """Returns a copy of the sample with floating-point tensors of another dtype. A seed keeps its integer dtype."""
+    return mapped(sample, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def run_with(function: Callable[..., Any], sample: Sample, grads: list[Tensor]) -> Result:
@@ -207,15 +211,11 @@ def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[
     Where equal inputs become different, a size that depends on the data may change. Such a draw has no elements to
     compare. Then the inputs stay as they are, and if the size still changes, the draw does not count."""
     mode = Rounded(call.computed)
-
-    def moved(x: Any) -> Any:
-        return mode.changed(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
     # The `size` of an element is at least its value, even if the element is no sum.
     changes = [x.double().abs() for _, x in exact.tensors()]
     for _ in range(DRAWS):
-        sample = Sample(tuple(map(moved, call.sample.args)), {name: moved(x) for name, x in call.sample.kwargs.items()})
-        grads = [moved(g) for g in call.grads]
+        sample = mapped(call.sample, mode.changed)
+        grads = [mode.changed(g) for g in call.grads]
         for given in (sample, call.sample):
             with mode:
                 again = run_with(reference, given, grads)
@@ -305,14 +305,28 @@ def assert_right(ours: Result, expected: Expected, what: str, limits: bool = Fal
     for kind, truth in expected.truths(ours):
         if not ours.gradients:  # forward alone
             truth = replace(truth, exact=Result(truth.exact.outputs, []))
-        for number, ((name, got), (_, exact)) in enumerate(zip(ours.tensors(), truth.exact.tensors(), strict=True)):
-            where = f"{what}, {in_words(name, expected)} {kind}"
-            assert got.shape == exact.shape, f"{where}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
-            is_number = got.is_floating_point() and exact.is_floating_point()
-            is_exact = not is_number or (number in expected.spec.exact and name.startswith("output"))
-            message = unequal(got, exact) if is_exact else wrong(got, number, truth, limits, nan_for_inf)
-            if message:
-                raise AssertionError(f"{where}: {message}")
+        for number, ((name, got), _) in enumerate(zip(ours.tensors(), truth.exact.tensors(), strict=True)):
+            is_exact = number in expected.spec.exact and name.startswith("output")
+            if message := refused(got, number, truth, is_exact, limits, nan_for_inf):
+                raise AssertionError(f"{what}, {in_words(name, expected)} {kind}: {message}")
+
+
+def refused(
+    got: Tensor,
+    number: int,
+    truth: Truth,
+    is_exact: bool = False,
+    limits: bool = False,
+    nan_for_inf: bool = False,
+) -> str | None:
+    """Returns what is wrong with an output or gradient, or None. With `is_exact` it must equal the rounded exact one,
+    as integers always must."""
+    _, exact = list(truth.exact.tensors())[number]
+    if got.shape != exact.shape:
+        return f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    if is_exact or not (got.is_floating_point() and exact.is_floating_point()):
+        return unequal(got, exact)
+    return wrong(got, number, truth, limits, nan_for_inf)
 
 
 def unwritten(name: str, device: str | None) -> str:

@@ -33,9 +33,9 @@ def test_every_op_is_judged(spec, device) -> None:
     they are returned again. The tensors are bfloat16 and have 1025 columns, and more rows than the judge checks."""
     for backward in (False, True) if spec.bench.backward else (False,):
         torch.manual_seed(0)
-        case = run.Case(spec, "bfloat16", 100, 1025, backward, 1, "large")
+        case = run.Case(spec, "bfloat16", 100, 1025, "backward" if backward else "forward", 1, "large")
         eager = spec.reference if spec.positional else spec.bench.stock or spec.reference
-        judge = Judge(spec, *(run.make_sample(case, device) for _ in range(2)), eager=eager)
+        judge = Judge(spec, *(run.make_sample(case, device) for _ in range(2)), seed=0, eager=eager)
         call = run.call_of(case, judge, "ours", spec.function)
         before = as_tuple(call())
         judge.renew()
@@ -87,7 +87,9 @@ def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None
         processes.main(["--device", "cpu", "--rounds", "9", "--json", str(path)])
     assert asked == [(1, "cpu", None), (2, "cpu", "ddp"), (2, "cpu", "fsdp")]
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["place"], row["ops"]) for row in rows] == [(p, o) for p in ("alone 1", "ddp 2") for o in processes.OPS]
+    assert [(row["place"], row["ops"]) for row in rows] == [
+        (p, o) for p in ("alone 1", "ddp 2") for o in train_text.OPS
+    ]
     for row in rows:
         assert len(row["seconds"]) == 9 and row["losses"][-1] < row["losses"][0] and row["gradient_error"] < 0.02
     alone, two = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table(path).splitlines()[-2:])

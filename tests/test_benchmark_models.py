@@ -65,7 +65,7 @@ def test_only_biases_of_keys_have_no_gradient(name: str) -> None:
 
 def test_the_time_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """kernel_seconds adds up times of GPU kernels, without host events and annotations, which contain kernels."""
-    cuda, cpu = models.DeviceType.CUDA, models.DeviceType.CPU
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     rows = [(cuda, 3.0, False), (cuda, 4.0, False), (cuda, 50.0, True), (cpu, 600.0, False)]
     keys = ("device_type", "self_device_time_total", "is_user_annotation")
     events = [types.SimpleNamespace(**dict(zip(keys, row, strict=True))) for row in rows]
@@ -128,7 +128,8 @@ def test_a_liger_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys:
 
     liger = types.SimpleNamespace(apply_liger_kernel_to_llama=apply)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    figures, _ = models.measure(models.SMALL["llama-3.2-1b"], "cpu", ("stock", "liger"), 9)
+    options = types.SimpleNamespace(device="cpu", contender=("stock", "liger"), rounds=9)
+    figures, _ = models.measure(models.SMALL["llama-3.2-1b"], None, options)
     assert list(figures) == ["stock"]
     assert "liger is left out: it fails here: division by zero" in capsys.readouterr().err
 

@@ -16,10 +16,8 @@ from rich.console import Console
 import extension_cpp
 from benchmarks import __main__ as command
 from benchmarks import (
-    c_loop,
     compare,
     host,
-    kernels,
     norm_plans,
     peers,
     plot,
@@ -92,7 +90,7 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
 def test_eager_takes_them_in_float32_on_a_gpu() -> None:
     """On a GPU, PyTorch's layer_norm is timed on float32 tensors if x and weight differ in dtype, which it rejects."""
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
-    case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
+    case = run.Case(spec, "bfloat16+float32", 2, 3, step="forward", threads=None, sizes="large")
 
     def function(x, weight, p, *, residual):
         assert {x.dtype, weight.dtype, residual.dtype} == {torch.float32} and p == 0.5
@@ -132,7 +130,7 @@ def test_stopping_keeps_what_was_measured(bench, monkeypatch, capsys) -> None:
     measure = run.measure
 
     def stop_at_backward(case, *rest):
-        if case.backward:
+        if case.step == "backward":
             raise KeyboardInterrupt
         return measure(case, *rest)
 
@@ -228,8 +226,7 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
 
     strange = {"liger": nearly, "quack": raises, "apex": unwritten}
     monkeypatch.setitem(peers.PEERS, "rms_norm", strange)
-    describe = run.describe
-    monkeypatch.setattr(run, "describe", lambda options: (describe(options)[0], list(strange)))
+    monkeypatch.setattr(peers, "versions", lambda device: dict.fromkeys(strange, "1.0"))
     (row,) = bench("--op", "rms_norm", "--pass", "forward")["rows"]
     assert row["failed"]["liger"].startswith("wrong, output 0 has a distance of 0.0001, of at most")
     assert row["failed"]["quack"] == "ValueError: not on this machine"
@@ -260,8 +257,7 @@ class OverwritingGate(torch.autograd.Function):
 def test_a_peer_that_overwrites_its_inputs_disturbs_no_other(bench, monkeypatch) -> None:
     """A peer's backward writes over its inputs. All contenders, the peer included, are right and have a time."""
     monkeypatch.setitem(peers.PEERS, "swiglu", {"liger": OverwritingGate.apply})
-    describe = run.describe
-    monkeypatch.setattr(run, "describe", lambda options: (describe(options)[0], ["liger"]))
+    monkeypatch.setattr(peers, "versions", lambda device: {"liger": "1.0"})
     (row,) = bench("--op", "swiglu", "--pass", "backward")["rows"]
     assert "failed" not in row
     assert set(row["seconds"]) == {"copy", "ours", "eager", "liger"}
@@ -274,8 +270,8 @@ def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> 
     assert "eager" in row["seconds"] and "failed" not in row
     contenders = run.contenders
 
-    def wrong_ones(case, options, libraries):
-        found = contenders(case, options, libraries)
+    def wrong_ones(case, options):
+        found = contenders(case, options)
         return found | {"eager": lambda *args: tuple(1.01 * output for output in as_tuple(found["eager"](*args)))}
 
     monkeypatch.setattr(run, "contenders", wrong_ones)
@@ -530,7 +526,7 @@ def test_shapes_of_the_norms(monkeypatch) -> None:
     for case, names in ((cases[0], {"row"}), (cases[3], {"persistent", "pipeline"})):
         before = norm_plans.shape_of(case)
         picked.clear()
-        calls, judge = run.prepare(case, options, [])
+        calls, judge = run.prepare(case, options)
         shapes = [int(name.removeprefix("plan ")) for name in calls if name not in ("copy", "ours")]
         assert not judge.wrong and picked == [before, *shapes] and before in shapes and len(shapes) > 2
         for name, call in calls.items():
@@ -539,7 +535,9 @@ def test_shapes_of_the_norms(monkeypatch) -> None:
         kernels_of = set()
         for shape in shapes:
             with norm_plans.allowed(shape):
-                kernels_of.add(info.norm_plan("layer_norm", "bfloat16", case.rows, case.cols, case.backward)["kernel"])
+                kernels_of.add(
+                    info.norm_plan("layer_norm", "bfloat16", case.rows, case.cols, case.step == "backward")["kernel"]
+                )
         assert kernels_of == names and norm_plans.shape_of(case) == before
 
 
@@ -570,7 +568,7 @@ def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(results, "commit", lambda: "123456789abc")
     row = results.run("cpu", [{"run": 3}])("relu")
     assert row["run"] == 4 and not results.is_older(row, "cpu") and results.is_older(row, "cuda")
-    sources = kernels.sources()
+    sources = results.sources()
     for file, text, change in (
         ("relu/relu_cpu.c", "// more words\n", False),
         ("relu/relu_cpu.c", '#include "more.h"\n', False),
@@ -579,7 +577,7 @@ def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
         ("relu/relu_cpu.c", "int more;", True),
     ):
         changed = sources | {file: sources[file] + text}
-        assert (kernels.digest_of(changed, ["relu"], "cpu") != row["kernel"]) == change
+        assert (results.digest_of(changed, ["relu"], "cpu") != row["kernel"]) == change
     for op, file, change in (
         ("softmax", "rows/plan.h", True),
         ("softmax", "rows/cpu_sum_exp.h", False),
@@ -588,18 +586,18 @@ def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
         ("swiglu", "common/cuda/pointwise.cuh", False),
     ):
         changed = sources | {file: sources.get(file, "") + "int more;"}
-        before = kernels.digest_of(sources, [op], "cuda")
-        assert (kernels.digest_of(changed, [op], "cuda") != before) == change
+        before = results.digest_of(sources, [op], "cuda")
+        assert (results.digest_of(changed, [op], "cuda") != before) == change
 
 
-@pytest.mark.parametrize("dtype", c_loop.NAMES)
+@pytest.mark.parametrize("dtype", peers.C_NAMES)
 @pytest.mark.parametrize("dim", [0, -1])
 def test_the_loop_in_c_is_a_recurrence(dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.rand(2, 70, 130, generator=generator).to(dtype)
     with torch.no_grad():
         exact = extension_cpp.reference.linear_recurrence(a.double(), b.double(), dim=dim)
-        error = (c_loop.recurrence(a, b, dim) - exact).abs().max()
+        error = (peers.c_loop(a, b, dim) - exact).abs().max()
     # Each of the 130 steps rounds a product and a sum to float32. The factors, which are below 1, do not magnify these
     # errors. The result is then rounded to the dtype.
     assert error <= (torch.finfo(dtype).eps / 2 + 2 * 130 * torch.finfo(torch.float32).eps) * exact.abs().max()

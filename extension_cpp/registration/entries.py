@@ -40,6 +40,8 @@ Rule = Callable[[Call], Iterator[Sharding]]
 
 NESTED: dict[str, Mark] = {}  # the mark of each operator, by its name; operators marked NONE are left out
 SHARDING: dict[str, Rule | Mark] = {}  # by operator
+# The arguments with which each differentiable operator was given to register_autograd, by operator.
+DERIVATIVES: dict[str, dict[str, Any]] = {}
 
 
 def register(
@@ -69,7 +71,9 @@ def register(
     elif isinstance(backward, Mark):
         register_autograd(op, _not_implemented(op, backward))
     else:
-        register_autograd(op, backward, setup_context=setup_context or _save_inputs(op), plain=plain)
+        setup_context = setup_context or _save_inputs(op)
+        DERIVATIVES[op] = {"backward": backward, "setup_context": setup_context, "plain": plain}
+        register_autograd(op, **DERIVATIVES[op])
     if autocast is FLOAT32_ON_CUDA:
         CASTING.add(qualified(op))
         for name in (qualified(op), qualified(op) + NO_GRAD):
