@@ -40,7 +40,6 @@ LIBRARIES = {
     "associative_scan": ("torch._higher_order_ops.associative_scan", "torch"),
 }
 
-EPS = torch.finfo(torch.float32).eps  # rms_norm's default for float32 and the half types
 C_NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # in the names of c_loop.c's functions
 
 
@@ -86,6 +85,11 @@ def c_loop(a: Tensor, b: Tensor, dim: int) -> Tensor:
     return h
 
 
+def _eps(eps: float | None) -> float:
+    """Returns the default eps of rms_norm for float32 and the half types."""
+    return torch.finfo(torch.float32).eps if eps is None else eps
+
+
 # Each peer is called with the op's arguments, in their order.
 PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {
@@ -93,24 +97,16 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "rms_norm": {
         "liger": lambda x, shape, weight, eps=None: liger(
-            "rms_norm", "RMSNorm", x, weight, EPS if eps is None else eps, 0.0, "gemma", False
+            "rms_norm", "RMSNorm", x, weight, _eps(eps), 0.0, "gemma", False
         ),
-        "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=EPS if eps is None else eps),
+        "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=_eps(eps)),
     },
     "add_rms_norm_p0": {
         "liger": lambda x, residual, shape, weight, eps, p, seed: liger(
-            "fused_add_rms_norm",
-            "FusedAddRMSNorm",
-            x,
-            residual,
-            weight,
-            EPS if eps is None else eps,
-            0.0,
-            "gemma",
-            False,
+            "fused_add_rms_norm", "FusedAddRMSNorm", x, residual, weight, _eps(eps), 0.0, "gemma", False
         ),
         "quack": lambda x, residual, shape, weight, eps, p, seed: _of("quack.rmsnorm")(
-            x, weight, residual=residual, eps=EPS if eps is None else eps, prenorm=True
+            x, weight, residual=residual, eps=_eps(eps), prenorm=True
         ),
     },
     "softmax": {"liger": lambda x: liger("softmax", "Softmax", x), "quack": lambda x: _of("quack.softmax.softmax")(x)},

@@ -118,8 +118,7 @@ def host_ratios() -> str:
         columns[found["machine"]["device"]] = [f"{ratio:.2f}" for ratio in ratios]
         said.append(source(stem, found["rows"], found["machine"]["device"]))
     body = [[name, *cells] for name, *cells in zip(lines, *columns.values(), strict=True)]
-    head = ["beside torch.nn.functional.layer_norm", *columns]
-    return sourced(markdown(head, body), *said)
+    return sourced(markdown(["beside torch.nn.functional.layer_norm", *columns], body), *said)
 
 
 def curves(stem: str) -> str:

@@ -171,8 +171,7 @@ def prepare(case: Case, options: argparse.Namespace) -> tuple[dict[str, Call], J
     target = torch.empty_like(source)
     calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
     plans = norm_plans.contenders(case) if options.plans else {}
-    ours = dict.fromkeys(("ours", *plans), case.spec.function)
-    functions = ours if options.plans else contenders(case, options)
+    functions = dict.fromkeys(("ours", *plans), case.spec.function) if options.plans else contenders(case, options)
     for name, function in functions.items():
         try:
             if own_masks and name != "ours":

@@ -74,8 +74,7 @@ def newest_torch(python: tuple[int, int]) -> str:
 
 
 def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
-    others = versions[1:] or versions
-    return [(versions[0], TORCH_OLDEST), *((version, newest_torch(version)) for version in others)]
+    return [(versions[0], TORCH_OLDEST), *((each, newest_torch(each)) for each in versions[1:] or versions)]
 
 
 def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:

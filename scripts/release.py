@@ -57,8 +57,7 @@ def main() -> None:
     (sdist,) = DIST.glob("*.tar.gz")
     for version, torch in matrix.plan(list(found)):
         print(f"{wheel.name}: {check(found[version], f'torch=={torch}.*', str(wheel))}", flush=True)
-    newest = found[max(found)]
-    print(f"{sdist.name}: {check(newest, str(sdist), USE_CUDA='0')}, from source for the CPU", flush=True)
+    print(f"{sdist.name}: {check(found[max(found)], str(sdist), USE_CUDA='0')}, from source for the CPU", flush=True)
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted((wheel, sdist))]
     (DIST / "SHA256SUMS").write_text("".join(sums))
     print("".join(sums), end="")

@@ -5,10 +5,7 @@ in percent of that of a copy of a contiguous tensor of this size. Each result is
 is timed. The figures are written to examples/accessor/results/.
 """
 
-import functools
-import importlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +16,6 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-import build_library
 import extension_cpp
 from extension_cpp.__main__ import Parser, positive
 
@@ -32,19 +28,17 @@ def measure(x: Tensor, seconds: float) -> dict[str, float]:
     """Returns the median microseconds of a call of each contender, and of a copy of the tensor, made contiguous. On a
     GPU the timer waits for the end of the calls."""
     calls: dict[str, Callable[[], Tensor]] = {
-        "ours": functools.partial(extension_cpp.mish, x),
-        "accessor": functools.partial(torch.ops.accessor_mish.forward, x),
-        "eager": functools.partial(torch.nn.functional.mish, x),
+        "ours": lambda: extension_cpp.mish(x),
+        "accessor": lambda: torch.ops.accessor_mish.forward(x),
+        "eager": lambda: torch.nn.functional.mish(x),
     }
     exact = extension_cpp.reference.mish(x[:1000].double())
     for call in calls.values():
         torch.testing.assert_close(call()[:1000].double(), exact, atol=1e-5, rtol=1e-4)
-    calls["copy"] = functools.partial(torch.empty(x.shape, device=x.device).copy_, x.contiguous())
-    found = {}
-    for name, call in calls.items():
-        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        found[name] = timer.blocked_autorange(min_run_time=seconds).median * 1e6
-    return found
+    source, target, threads = x.contiguous(), torch.empty(x.shape, device=x.device), torch.get_num_threads()
+    calls["copy"] = lambda: target.copy_(source)
+    timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
+    return {name: 1e6 * timer.blocked_autorange(min_run_time=seconds).median for name, timer in timers.items()}
 
 
 def main() -> None:
@@ -55,13 +49,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each figure (default: 2)")
     parser.add_argument("--json", type=Path, help="where to write (default: examples/accessor/results/DEVICE.json)")
     options = parser.parse_args()
-    if options.seconds <= 0:
-        parser.error("--seconds must be positive")
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", build_library.native_architectures() or "9.0+PTX")
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     about = {"device": name, "torch": torch.__version__, "mib": options.mib, "seconds": options.seconds}
     sys.path.insert(0, str(FOLDER))
-    importlib.import_module("accessor_mish")  # compiles it, if it is not in the cache of extensions
+    __import__("accessor_mish")  # compiles it, if it is not in the cache of extensions
     rows: dict[str, dict[str, float]] = {}
     table = Table("", *NAMES, title=str(about))
     size = options.mib * 2**20 // 4 // COLS
@@ -80,8 +71,7 @@ def main() -> None:
     path = options.json or FOLDER / "results" / f"{options.device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-    Console(width=120).print(table)
-    print(f"The figures are in {path}.")
+    Console(width=120, highlight=False).print(table, f"The figures are in {path}.")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import LIBRARY
-from .errors import CannotMake, require
+from .errors import require
 
 OLDEST_GPU = (7, 5)
 # The oldest NVIDIA driver that runs programs of a major CUDA version.
@@ -257,13 +257,11 @@ def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict
 def print_plan(options: argparse.Namespace) -> None:
     """Prints the plan of a norm's kernel on an H100, with one number per line."""
     op, dtype, shape = options.plan
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
     require(op in NORMS, f"expected OP to be one of {', '.join(NORMS)}, but got '{op}'")
     for name in (dtype, options.weights or dtype):
         require(name in DTYPES, f"expected DTYPE to be one of {', '.join(DTYPES)}, but got '{name}'")
-    if match is None:
-        raise CannotMake(f"expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
-    rows, cols, step = int(match[1]), int(match[2]), "backward" if options.backward else "forward"
+    require(bool(re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape)), f"expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
+    (rows, cols), step = map(int, shape.split("x")), "backward" if options.backward else "forward"
     print(f"{op}, {step}, {rows} x {cols} in {dtype}, weights in {options.weights or dtype}, on an H100")
     for name, value in norm_plan(op, dtype, rows, cols, options.backward).items():
         print(f"  {name.replace('_', ' '):18} {value}")
