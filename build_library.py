@@ -135,16 +135,10 @@ def compiler(variable: str, default: str, package: str) -> list[str]:
     return command
 
 
-def c_flags(cc: list[str], debug: bool) -> tuple[list[str], dict[str, list[str]]]:
-    """Returns the flags of all C files, and those that the kernels have beside them at each instruction set."""
+def c_flags(cc: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the flags of all C files, and the optimisation of kernels beyond -O2, for levels without CPU_SMALL."""
     macros = subprocess.run([*cc, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True).stdout
-    flags, optimise = (C_FLAGS, ["-O3"]) if "__clang__" in macros else (C_FLAGS + GCC_FLAGS, GCC_OPTIMISE)
-    if debug:
-        return flags, {"baseline": []}
-    levels = X86_LEVELS if machine() == "x86_64" else {"baseline": []}
-    return flags, {
-        name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise), *own] for name, own in levels.items()
-    }
+    return (C_FLAGS, ["-O3"]) if "__clang__" in macros else (C_FLAGS + GCC_FLAGS, GCC_OPTIMISE)
 
 
 def torch_folder() -> Path:
@@ -393,7 +387,10 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> str:
     debug = switch("DEBUG") == "1"
     optimise = ["-O0", "-g", "-DCPU_BASELINE_ONLY"] if debug else ["-O2"]
     optimise_shim = ["-O0", "-g"] if debug else LESS_OPTIMISED
-    flags, levels = c_flags(cc, debug)
+    flags, best = c_flags(cc)
+    levels = X86_LEVELS if machine() == "x86_64" and not debug else {"baseline": []}
+    if not debug:
+        levels = {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else best), *own] for name, own in levels.items()}
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
