@@ -40,7 +40,7 @@ Rule = Callable[[Call], Iterator[Sharding]]
 
 NESTED: dict[str, Mark] = {}  # the mark of each operator, by its name; operators marked NONE are left out
 SHARDING: dict[str, Rule | Mark] = {}  # by operator
-# The arguments with which each differentiable operator was given to register_autograd, by operator.
+# What register_autograd got for each differentiable operator. The benchmarks register the same in another way.
 DERIVATIVES: dict[str, dict[str, Any]] = {}
 
 
