@@ -145,12 +145,12 @@ def whole(stem: str) -> str:
     return table(results.PUBLISHED / f"{stem}.json")
 
 
-CURVES = ("train-text-cpu", "train-text-h100", "recurrent-text-cpu", "recurrent-text-h100")
+CURVES = ("train-text-cpu", "train-text-h200", "recurrent-text-cpu", "recurrent-text-h100")
 # For each page of the repository, the results files whose whole tables are on it.
 WHOLE = {
-    "docs/performance_training.md": ("models-h200", "models-h100", "linear-loss-h200"),
+    "docs/performance_training.md": ("models-h200", "linear-loss-h200"),
     "docs/scan.md": ("scan-steps-h200",),
-    "docs/distributed.md": ("processes-h100", "processes-h100-65536-bytes"),
+    "docs/distributed.md": ("processes-h200",),
 }
 # Results files whose tables are only on the site, by the heading above their tables.
 ON_THE_SITE = {
