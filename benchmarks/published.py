@@ -111,7 +111,7 @@ def host_ratios() -> str:
         f"{both}, beside torch.library.register_autograd (0.84)": ("function", "register_autograd", both),
     }
     columns, said = {}, []
-    for stem in ("host-cpu", "host-h200"):
+    for stem in ("host-epyc", "host-xeon", "host-h200"):
         found = results.read(results.PUBLISHED / f"{stem}.json", ("way", "pass", "seconds"))
         spent = {(row["way"], row["pass"]): row["seconds"]["median"] for row in found["rows"]}
         ratios = [spent[way, step] / spent[other, step] for way, other, step in lines.values()]
@@ -156,7 +156,7 @@ WHOLE = {
 ON_THE_SITE = {
     "GPU": ("h200-norms", "h200", "h200-losses", "h200-strips", "h200-gates", "h200-scans"),
     "CPU": ("cpu", "cpu-gates", "cpu-scans"),
-    "What a call costs": ("host-cpu", "host-h200"),
+    "What a call costs": ("host-epyc", "host-xeon", "host-h200"),
 }
 
 
