@@ -286,6 +286,24 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
     assert f"cpu={','.join(levels if debug == '0' else levels[:1])} " in text
 
 
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_kernels_are_optimised_for_each_instruction_set(compiler, monkeypatch, tmp_path):
+    """The kernels of each instruction set get the compiler's options for speed, and those with CPU_SMALL get -O1."""
+    says = f'case $1 in -dumpmachine) echo x86_64-linux-gnu;; *) echo "#define __{compiler}__ 1";; esac'
+    monkeypatch.setenv("CC", str(script(tmp_path / "cc", f"{says}\n")))
+    monkeypatch.setenv("USE_CUDA", "0")
+    build_library.write_ninja(tmp_path)
+    text = (tmp_path / "build.ninja").read_text()
+    best = {"gcc": "-ftree-vectorize -fvect-cost-model=dynamic -fpeel-loops", "clang": "-O3"}[compiler]
+    assert dict(re.findall(r"(?m)^build (\w+)/norm/norm_cpu\.c\.o: .*\n  flags = (.*) -DCPU_LEVEL", text)) == {
+        "baseline": "-O1 -DCPU_SMALL",
+        "v3": f"{best} -mavx2 -mfma -mf16c",
+        "v4": f"{best} -march=x86-64-v4 -mprefer-vector-width=512",
+    }
+    rule = re.search(r"(?m)^rule c\n  command = (.*)", text)[1]
+    assert all((flag in rule.split()) is (compiler == "gcc") for flag in build_library.GCC_FLAGS)
+
+
 @pytest.mark.slow
 def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
     """Two builds give wheels of the same bytes, even if names of folders and dates and modes of files differ. A wheel
